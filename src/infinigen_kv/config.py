@@ -1,0 +1,99 @@
+"""Settings of the selection, validated at construction."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+from infinigen_kv.errors import InputError
+
+RehearsalName = Literal["calibrated", "paper"]
+
+ALWAYS_KEPT: dict[str, tuple[int, int]] = {"calibrated": (32, 1), "paper": (0, 0)}
+"""Recent and sink tokens of each rehearsal where the user sets none."""
+
+
+@dataclass(frozen=True, slots=True)
+class InfiniGenConfig:
+    """Which entries of the KV cache a decode step moves.
+
+    Parameters
+    ----------
+    rehearsal
+        ``calibrated``: fitted query predictor and the best rank-R score; ``paper``: skewed partial
+        weights (OSDI 2024, section 4.3).
+    alpha
+        A token is wanted when its predicted score is within ``alpha`` of the head's highest one
+        (section 4.3; natural-log units, since scores are exponents of the softmax).
+    partial_ratio
+        Rank R of the rehearsal's score as a share of the head dimension D, in (0, 1].
+    max_fetch
+        Largest share of a row's cached tokens that a step may attend to, in (0, 1]. The always-kept
+        tokens count, and stay even where they alone exceed it.
+    first_layer
+        Layers below this index are attended to in full; at least 1, since layer 0 has no
+        predecessor to rehearse from.
+    recent_tokens, sink_tokens
+        The newest and the oldest cached tokens that every step attends to. None takes the
+        rehearsal's own: 32 and 1 for ``calibrated``, 0 and 0 for ``paper``, as published.
+    min_context
+        Rows with fewer cached tokens than this are attended to in full.
+
+    Raises
+    ------
+    InputError
+        If a value is outside its range; names the field, the value and the range.
+    """
+
+    rehearsal: RehearsalName = "calibrated"
+    alpha: float = 4.0
+    partial_ratio: float = 0.3
+    max_fetch: float = 0.2
+    first_layer: int = 1
+    recent_tokens: int = None  # type: ignore[assignment]  # resolved at construction
+    sink_tokens: int = None  # type: ignore[assignment]
+    min_context: int = 256
+
+    def __post_init__(self) -> None:
+        if self.rehearsal not in get_args(RehearsalName):
+            raise _invalid("rehearsal", self.rehearsal, "one of 'calibrated', 'paper'")
+        recent, sinks = ALWAYS_KEPT[self.rehearsal]
+        for name, own in (("recent_tokens", recent), ("sink_tokens", sinks)):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, own)
+        self._check_real("alpha", lambda v: v >= 0, "a finite number >= 0")
+        self._check_real("partial_ratio", lambda v: 0 < v <= 1, "a number in (0, 1]")
+        self._check_real("max_fetch", lambda v: 0 < v <= 1, "a number in (0, 1]")
+        self._check_integer("first_layer", 1)
+        self._check_integer("recent_tokens", 0)
+        self._check_integer("sink_tokens", 0)
+        self._check_integer("min_context", 1)
+
+    def _check_real(self, name: str, accept: Any, allowed: str) -> None:
+        value = getattr(self, name)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not math.isfinite(value) or not accept(value):
+            raise _invalid(name, value, allowed)
+
+    def _check_integer(self, name: str, least: int) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise _invalid(name, value, f"an integer >= {least}")
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> InfiniGenConfig:
+        """Build a config from plain values, e.g. read from JSON; unknown names are errors."""
+        known = [field.name for field in fields(cls)]
+        unknown = sorted(set(values) - set(known))
+        if unknown:
+            raise InputError(f"unknown setting {unknown[0]!r}; known settings: {', '.join(known)}")
+        return cls(**values)
+
+    def partial_dim(self, head_dim: int) -> int:
+        """Rank R of the rehearsal's score for a head dimension D."""
+        return max(1, round(self.partial_ratio * head_dim))
+
+
+def _invalid(name: str, value: object, allowed: str) -> InputError:
+    return InputError(f"{name}={value!r} is not valid: it must be {allowed}")

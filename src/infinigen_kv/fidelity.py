@@ -1,0 +1,157 @@
+"""How close selected attention stays to full attention on a text, teacher-forced."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from infinigen_kv.attach import Session, attach
+from infinigen_kv.cache import InfiniGenCache
+from infinigen_kv.calibration import Calibration
+from infinigen_kv.config import InfiniGenConfig
+from infinigen_kv.errors import InputError
+from infinigen_kv.generate import forward, prefill
+from infinigen_kv.progress import Progress, no_progress
+from infinigen_kv.recorder import FidelityRecorder
+
+BLOCK = 128  # decode positions evaluated in one forward
+
+
+@dataclass(frozen=True, slots=True)
+class Fidelity:
+    """Result of `measure_fidelity`; shares in [0, 1], KL in nats.
+
+    ``fetched_share`` is over the speculated layers, ``fetched_share_all_layers`` counts those
+    that are attended to in full as 1. ``kl_*`` is KL(full || selected) of the next-token
+    distribution, ``top1_same`` how often both have the same most likely token, ``ppl*`` the
+    perplexity of the text's own tokens. ``recall`` and ``coverage`` as in `FidelityRecorder`.
+    """
+
+    fetched_share: float
+    fetched_share_all_layers: float
+    kl_mean: float
+    kl_p99: float
+    top1_same: float
+    ppl_full: float
+    ppl: float
+    recall_mean: float
+    coverage_mean: float
+    recall_by_layer: dict[int, float]
+    fetched_by_layer: dict[int, float]
+    coverage_by_layer: dict[int, float]
+    prompt_tokens: int
+    decode_tokens: int
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+
+@torch.no_grad()
+def measure_fidelity(
+    model: PreTrainedModel,
+    calibration: Calibration,
+    config: InfiniGenConfig,
+    tokens: Tensor,
+    *,
+    prompt_tokens: int,
+    progress: Progress = no_progress,
+) -> Fidelity:
+    """Prompt with full attention, then the rest of the text with selection and with full attention.
+
+    Many decode positions are evaluated in one forward; they select what single decode steps would.
+
+    Parameters
+    ----------
+    tokens
+        ``(prompt_tokens + T,)`` token ids; the T positions after the prompt are measured.
+    prompt_tokens
+        P, at least 1.
+
+    Raises
+    ------
+    InputError
+        If no token is left after the prompt, or the model has too few positions.
+    """
+    if not 0 < prompt_tokens < tokens.numel():
+        raise InputError(
+            f"prompt_tokens={prompt_tokens} is not valid: it must be at least 1 and leave tokens "
+            "to "
+            f"decode, but the text has {tokens.numel()} tokens"
+        )
+    started = time.perf_counter()
+    with attach(model, calibration, config) as session:
+        session.check_length(tokens.numel())
+        cache = session.new_cache(capacity=tokens.numel())
+        recorder = FidelityRecorder()
+        tokens = tokens.to(model.device)
+        prefill(session, cache, tokens[None, :prompt_tokens])
+        measured = _measure(session, cache, recorder, tokens[None, prompt_tokens:], progress)
+    kl, same, full_loss, loss = measured
+    count = kl.numel()
+    recall, coverage = recorder.recall_by_layer, recorder.coverage_by_layer
+    speculated = {layer: recorder.fetched_by_layer[layer] for layer in recall}
+    return Fidelity(
+        fetched_share=_mean(speculated),
+        fetched_share_all_layers=recorder.fetched_share(),
+        kl_mean=kl.mean().item(),
+        kl_p99=kl.quantile(0.99).item(),
+        top1_same=same / count,
+        ppl_full=math.exp(full_loss / max(1, count - 1)),
+        ppl=math.exp(loss / max(1, count - 1)),
+        recall_mean=_mean(recall),
+        coverage_mean=_mean(coverage),
+        recall_by_layer=recall,
+        fetched_by_layer=recorder.fetched_by_layer,
+        coverage_by_layer=coverage,
+        prompt_tokens=prompt_tokens,
+        decode_tokens=count,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _measure(
+    session: Session,
+    cache: InfiniGenCache,
+    recorder: FidelityRecorder,
+    decoded: Tensor,
+    progress: Progress,
+) -> tuple[Tensor, int, float, float]:
+    """KL per position, agreements, and summed losses with full and selected attention.
+
+    Selection comes first: an exact forward would add the measured tokens to the prompt's
+    statistics.
+    """
+    length = cache.get_seq_length()
+    starts = list(range(0, decoded.shape[1], BLOCK))
+    cache.recorder = recorder
+    with cache.decoding():
+        selected = [
+            forward(session.model, decoded[:, at : at + BLOCK], cache)
+            for at in progress(starts, "selected attention")
+        ]
+    cache.recorder = None
+    cache.crop(length - cache.get_seq_length())
+    kl, same, full_loss, loss = [], 0, 0.0, 0.0
+    for block, at in enumerate(progress(starts, "full attention")):
+        full = forward(session.model, decoded[:, at : at + BLOCK], cache)
+        reference = full[0].float().log_softmax(-1)
+        ours = selected[block][0].float().log_softmax(-1)
+        kl.append((reference.exp() * (reference - ours)).sum(-1))
+        same += int((reference.argmax(-1) == ours.argmax(-1)).sum())
+        targets = decoded[0, at + 1 : at + BLOCK + 1, None]
+        full_loss -= reference[: len(targets)].gather(1, targets).double().sum().item()
+        loss -= ours[: len(targets)].gather(1, targets).double().sum().item()
+        selected[block] = torch.empty(0)
+    return torch.cat(kl), same, full_loss, loss
+
+
+def _mean(values: dict[int, float]) -> float:
+    return sum(values.values()) / len(values) if values else float("nan")

@@ -1,0 +1,27 @@
+"""Progress of long loops, on stderr and only where somebody looks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+Progress = Callable[[Sequence[Any], str], Iterable[Any]]
+"""Wraps a sequence and says what it is: ``for item in progress(items, "calibrating")``."""
+
+
+def no_progress(items: Sequence[T], description: str) -> Iterable[T]:
+    """Show nothing."""
+    return items
+
+
+def bar(items: Sequence[T], description: str) -> Iterable[T]:
+    """A bar on stderr with the time left; silent where stderr is no terminal."""
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console(stderr=True)
+    return track(
+        items, description, console=console, transient=True, disable=not console.is_terminal
+    )

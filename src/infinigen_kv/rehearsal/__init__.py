@@ -1,0 +1,1 @@
+"""The algorithm as pure tensor functions: skew, low-rank score, query predictor, selection."""

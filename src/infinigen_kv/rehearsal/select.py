@@ -1,0 +1,117 @@
+"""From rehearsed scores to the tokens that a step moves (paper, section 4.3; design for GQA)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Candidates(Protocol):
+    """What one step may choose from; the same for every layer of the step."""
+
+    allowed: Tensor | None
+    """Boolean, broadcastable to ``(B, H_kv, Q, S)``: tokens that may be chosen; None for all."""
+
+    def mark_kept(self, margin: Tensor) -> None:
+        """Put +inf where ``margin`` ``(B, H_kv, Q, S)`` belongs to an always-kept token."""
+
+    def bound(self, wanted: Tensor) -> Tensor:
+        """Limit the counts ``(B, Q)``, always-kept tokens included, to what a row may fetch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Tokens that one step attends to, per KV head.
+
+    ``index`` is ``(B, H_kv, Q, n)`` int64, the best first; ``counts`` ``(B, Q)`` int64 says how
+    many leading ones are meant, or is None where all n are, in every row and query.
+    """
+
+    index: Tensor
+    counts: Tensor | None
+
+    def fetched(self) -> float:
+        """Mean number of tokens per row, query and KV head."""
+        return (
+            float(self.index.shape[-1])
+            if self.counts is None
+            else self.counts.double().mean().item()
+        )
+
+
+def group_margin(scores: Tensor) -> Tensor:
+    """How close a token comes to the best one of the query head that likes it most.
+
+    A KV head serves G query heads, each with a scale of its own, so tokens are ranked by the
+    largest of (score - that query's highest score).
+
+    Parameters
+    ----------
+    scores
+        ``(B, H_kv, G, Q, S)``; tokens that may not be selected hold -inf.
+
+    Returns
+    -------
+    Tensor
+        ``(B, H_kv, Q, S)``, at most 0.
+    """
+    margin = scores - scores.amax(dim=-1, keepdim=True)
+    return margin.amax(dim=2) if scores.shape[2] > 1 else margin.squeeze(2)
+
+
+def choose(scores: Tensor, candidates: Candidates, alpha: float) -> Selection:
+    """The tokens of one step: the always-kept ones and the best of the rest.
+
+    Per KV head count the tokens whose margin exceeds -alpha, average the count over the heads of a
+    row, cap it, and take that many in every head (paper, section 4.3).
+
+    Parameters
+    ----------
+    scores
+        ``(B, H_kv, G, Q, S)`` rehearsed scores, float. Overwritten where tokens are not allowed.
+    candidates
+        What may and what must be chosen.
+    alpha
+        Distance from the highest score within which a token is wanted.
+
+    Returns
+    -------
+    Selection
+        ``index`` ``(B, H_kv, Q, n)``.
+    """
+    if candidates.allowed is not None:
+        forbidden = ~candidates.allowed.to(scores.device).unsqueeze(2)
+        scores = scores.masked_fill_(forbidden, float("-inf"))
+    margin = group_margin(scores)
+    candidates.mark_kept(margin)
+    wanted = (margin > -alpha).sum(dim=-1).double().mean(dim=1).round().long()
+    return top_entries(margin, candidates.bound(wanted))
+
+
+def top_entries(margin: Tensor, counts: Tensor) -> Selection:
+    """The ``counts`` highest tokens of every KV head.
+
+    Parameters
+    ----------
+    margin
+        ``(B, H_kv, Q, S)``; always-kept tokens hold +inf, excluded ones -inf.
+    counts
+        ``(B, Q)`` int64, at most the number of allowed tokens.
+    """
+    most = int(counts.max())
+    if counts.numel() == 1:  # order is of no use when every column is meant
+        return Selection(margin.topk(most, dim=-1, sorted=False).indices, None)
+    return Selection(margin.topk(most, dim=-1, sorted=True).indices, counts)
+
+
+def selection_mask(selection: Selection, tokens: int) -> Tensor:
+    """The same selection as a boolean ``(B, H_kv, Q, tokens)`` mask."""
+    index, counts = selection.index, selection.counts
+    mask = torch.zeros(*index.shape[:-1], tokens, dtype=torch.bool, device=index.device)
+    if counts is None:
+        return mask.scatter_(-1, index, True)
+    meant = torch.arange(index.shape[-1], device=index.device) < counts[:, None, :, None]
+    return mask.scatter_(-1, index, meant.expand_as(index))

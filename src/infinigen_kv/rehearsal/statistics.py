@@ -1,0 +1,188 @@
+"""Running sums over a prompt from which a rehearsal chooses its partial dimensions.
+
+Both kinds give the same thing, a `Projection`: the rehearsal's score of a token is
+``(q B) ((k - offset) C)^T``. They accept any split of the prompt into chunks and any padding.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from infinigen_kv.errors import InfiniGenError
+from infinigen_kv.rehearsal.lowrank import best_projections
+from infinigen_kv.rehearsal.skew import partial_columns, take_columns
+
+# Queries weigh with the cube of their position, because the late ones resemble those of the decode
+# phase most. A power has no reference to the prompt's length, which chunked prefill cannot know.
+POSITION_POWER = 3
+POSITION_UNIT = 4096.0  # keeps the weights near 1; any common factor cancels
+
+
+@dataclass(slots=True)
+class Projection:
+    """B, C ``(B, H_kv, D, R)`` and the key offset ``(B, H_kv, 1, D)`` or None, float32."""
+
+    query: Tensor
+    key: Tensor
+    offset: Tensor | None
+
+    def partial_keys(self, keys: Tensor) -> Tensor:
+        """``(B, H_kv, T, D)`` keys to ``(B, H_kv, T, R)`` partial keys of the same dtype."""
+        centred = keys.float() if self.offset is None else keys.float() - self.offset
+        return (centred @ self.key).to(keys.dtype)
+
+    def rows(self, index: Tensor) -> Projection:
+        """The projections of the batch rows ``index``."""
+        offset = None if self.offset is None else self.offset[index]
+        return Projection(self.query[index], self.key[index], offset)
+
+    def with_rows(self, keep: Tensor, old: Projection) -> Projection:
+        """This projection, but ``old``'s for the rows marked in ``keep`` ``(B,)``."""
+        pick = keep[:, None, None, None]
+        offset = None
+        if self.offset is not None and old.offset is not None:
+            offset = torch.where(pick, old.offset, self.offset)
+        return Projection(
+            torch.where(pick, old.query, self.query), torch.where(pick, old.key, self.key), offset
+        )
+
+
+class PromptStatistics(ABC):
+    """Sums over the tokens that a layer attended to in full."""
+
+    @abstractmethod
+    def observe(self, query: Tensor, key: Tensor, position: Tensor, weight: Tensor | None) -> None:
+        """Add tokens.
+
+        Parameters
+        ----------
+        query, key
+            ``(B, H, Q, D)`` and ``(B, H_kv, Q, D)`` as the attention uses them (after RoPE).
+        position
+            ``(B, Q)`` or ``(1, Q)`` number of real tokens before each, in its row.
+        weight
+            ``(B, Q)`` 0 for tokens that do not count (padding), or None.
+        """
+
+    @abstractmethod
+    def projection(self, rank: int) -> Projection:
+        """The rank-R score that these tokens suggest."""
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where the sums are."""
+
+    @abstractmethod
+    def rows(self, index: Tensor) -> PromptStatistics:
+        """The sums of the batch rows ``index`` ``(n,)``."""
+
+
+@dataclass(slots=True)
+class Moments(PromptStatistics):
+    """Second moments of queries and centred keys: the calibrated rehearsal (`best_projections`).
+
+    Keys are summed about ``shift``, the mean of the first chunk, because subtracting two large sums
+    would cost the precision of models with a big constant key offset.
+    """
+
+    shift: Tensor  # (B, H_kv, 1, D)
+    query_outer: Tensor  # (B, H_kv, D, D)
+    key_outer: Tensor  # (B, H_kv, D, D)
+    key_sum: Tensor  # (B, H_kv, 1, D)
+    count: Tensor  # (B, 1, 1, 1)
+
+    @classmethod
+    def start(cls, key: Tensor, weight: Tensor | None) -> Moments:
+        """Empty sums with the shapes of the first chunk ``key`` ``(B, H_kv, Q, D)``."""
+        batch, heads, _, dim = key.shape
+        weights = _column(weight, key)
+        total = weights.sum(2, keepdim=True).clamp_min(1)
+        shift = (key.float() * weights).sum(2, keepdim=True) / total
+        square = torch.zeros(batch, heads, dim, dim, device=key.device)
+        return cls(
+            shift,
+            square,
+            square.clone(),
+            torch.zeros_like(shift),
+            key.new_zeros(batch, 1, 1, 1).float(),
+        )
+
+    def observe(self, query: Tensor, key: Tensor, position: Tensor, weight: Tensor | None) -> None:
+        batch, heads, tokens, dim = key.shape
+        weights = _column(weight, key)
+        late = ((position.float() + 1) / POSITION_UNIT) ** POSITION_POWER
+        late = late[:, None, None, :, None] * weights[:, :, None]
+        queries = query.float().reshape(batch, heads, -1, tokens, dim)
+        weighted = (queries * late).flatten(2, 3)
+        self.query_outer += weighted.mT @ queries.flatten(2, 3)
+        centred = (key.float() - self.shift) * weights
+        self.key_outer += centred.mT @ centred
+        self.key_sum += centred.sum(2, keepdim=True)
+        self.count += weights.sum(2, keepdim=True)
+
+    def projection(self, rank: int) -> Projection:
+        if not bool(torch.isfinite(self.key_outer).all() & torch.isfinite(self.query_outer).all()):
+            raise InfiniGenError(
+                "the prompt's queries or keys contain NaN or infinity, so no rehearsal can be "
+                "built; "
+                "check the model's weights and dtype (float16 may overflow where bfloat16 does not)"
+            )
+        mean = self.key_sum / self.count.clamp_min(1)
+        covariance = self.key_outer - self.count * (mean.mT @ mean)
+        query, key = best_projections(self.query_outer, covariance, rank)
+        return Projection(query, key, self.shift + mean)
+
+    @property
+    def device(self) -> torch.device:
+        return self.key_sum.device
+
+    def rows(self, index: Tensor) -> Moments:
+        return Moments(*(getattr(self, field.name)[index] for field in fields(self)))
+
+
+@dataclass(slots=True)
+class Magnitudes(PromptStatistics):
+    """Sums of |q A| and |k A|: the paper's partial columns."""
+
+    skew: Tensor  # (H_kv, D, D)
+    query_sum: Tensor  # (B, H_kv, D)
+    key_sum: Tensor  # (B, H_kv, D)
+
+    @classmethod
+    def start(cls, key: Tensor, skew: Tensor) -> Magnitudes:
+        """Empty sums for keys like ``key`` ``(B, H_kv, Q, D)`` and the layer's skew matrices."""
+        batch, heads, _, dim = key.shape
+        zeros = torch.zeros(batch, heads, dim, device=key.device)
+        return cls(skew.to(key.device), zeros, zeros.clone())
+
+    def observe(self, query: Tensor, key: Tensor, position: Tensor, weight: Tensor | None) -> None:
+        batch, heads, tokens, dim = key.shape
+        weights = _column(weight, key)
+        queries = query.float().reshape(batch, heads, -1, dim) @ self.skew
+        grouped = queries.reshape(batch, heads, -1, tokens, dim).abs().sum(2)
+        self.query_sum += (grouped * weights).sum(2)
+        self.key_sum += ((key.float() @ self.skew).abs() * weights).sum(2)
+
+    def projection(self, rank: int) -> Projection:
+        columns = partial_columns(self.query_sum, self.key_sum, rank)
+        partial = take_columns(self.skew, columns)
+        return Projection(partial, partial, None)
+
+    @property
+    def device(self) -> torch.device:
+        return self.key_sum.device
+
+    def rows(self, index: Tensor) -> Magnitudes:
+        return Magnitudes(self.skew, self.query_sum[index], self.key_sum[index])
+
+
+def _column(weight: Tensor | None, key: Tensor) -> Tensor:
+    """Weights ``(B, Q)`` as float32 ``(B, 1, Q, 1)`` that multiply keys ``(B, H_kv, Q, D)``."""
+    if weight is None:
+        return torch.ones(key.shape[0], 1, key.shape[2], 1, device=key.device)
+    return weight.float()[:, None, :, None]
