@@ -13,19 +13,23 @@ from infinigen_kv.errors import (
     InputError,
     UnsupportedModelError,
 )
+from infinigen_kv.language_model import Generation, LanguageModel, load
 from infinigen_kv.models import load_model
 
 __all__ = [
     "CacheStateError",
     "Calibration",
     "CalibrationError",
+    "Generation",
     "InfiniGenCache",
     "InfiniGenConfig",
     "InfiniGenError",
     "InputError",
+    "LanguageModel",
     "Session",
     "UnsupportedModelError",
     "attach",
     "calibrate",
+    "load",
     "load_model",
 ]

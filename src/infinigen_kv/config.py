@@ -10,8 +10,11 @@ from infinigen_kv.errors import InputError
 
 RehearsalName = Literal["calibrated", "paper"]
 
-ALWAYS_KEPT: dict[str, tuple[int, int]] = {"calibrated": (32, 1), "paper": (0, 0)}
-"""Recent and sink tokens of each rehearsal where the user sets none."""
+OWN_DEFAULTS: dict[str, dict[str, Any]] = {
+    "calibrated": {"alpha": 4.25, "partial_ratio": 0.375, "recent_tokens": 32, "sink_tokens": 1},
+    "paper": {"alpha": 5.0, "partial_ratio": 0.3, "recent_tokens": 0, "sink_tokens": 0},
+}
+"""What each rehearsal uses for settings that are None; ``paper`` as published for Llama models."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,21 +25,21 @@ class InfiniGenConfig:
     ----------
     rehearsal
         ``calibrated``: fitted query predictor and the best rank-R score; ``paper``: skewed partial
-        weights (OSDI 2024, section 4.3).
+        weights (OSDI 2024, section 4.3). Each has its own defaults for the next four settings
+        (`OWN_DEFAULTS`), which None stands for.
     alpha
         A token is wanted when its predicted score is within ``alpha`` of the head's highest one
         (section 4.3; natural-log units, since scores are exponents of the softmax).
     partial_ratio
         Rank R of the rehearsal's score as a share of the head dimension D, in (0, 1].
+    recent_tokens, sink_tokens
+        The newest and the oldest cached tokens that every step attends to.
     max_fetch
         Largest share of a row's cached tokens that a step may attend to, in (0, 1]. The always-kept
         tokens count, and stay even where they alone exceed it.
     first_layer
         Layers below this index are attended to in full; at least 1, since layer 0 has no
         predecessor to rehearse from.
-    recent_tokens, sink_tokens
-        The newest and the oldest cached tokens that every step attends to. None takes the
-        rehearsal's own: 32 and 1 for ``calibrated``, 0 and 0 for ``paper``, as published.
     min_context
         Rows with fewer cached tokens than this are attended to in full.
 
@@ -46,20 +49,20 @@ class InfiniGenConfig:
         If a value is outside its range; names the field, the value and the range.
     """
 
+    # None until construction has put the rehearsal's own value there, hence the declared types.
     rehearsal: RehearsalName = "calibrated"
-    alpha: float = 4.0
-    partial_ratio: float = 0.3
+    alpha: float = None  # type: ignore[assignment]
+    partial_ratio: float = None  # type: ignore[assignment]
+    recent_tokens: int = None  # type: ignore[assignment]
+    sink_tokens: int = None  # type: ignore[assignment]
     max_fetch: float = 0.2
     first_layer: int = 1
-    recent_tokens: int = None  # type: ignore[assignment]  # resolved at construction
-    sink_tokens: int = None  # type: ignore[assignment]
     min_context: int = 256
 
     def __post_init__(self) -> None:
         if self.rehearsal not in get_args(RehearsalName):
             raise _invalid("rehearsal", self.rehearsal, "one of 'calibrated', 'paper'")
-        recent, sinks = ALWAYS_KEPT[self.rehearsal]
-        for name, own in (("recent_tokens", recent), ("sink_tokens", sinks)):
+        for name, own in OWN_DEFAULTS[self.rehearsal].items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, own)
         self._check_real("alpha", lambda v: v >= 0, "a finite number >= 0")

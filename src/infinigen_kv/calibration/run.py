@@ -22,8 +22,8 @@ from infinigen_kv.rehearsal.predictor import fit_correction
 from infinigen_kv.rehearsal.skew import skew_matrix
 from infinigen_kv.texts import calibration_texts
 
-DEFAULT_TOKENS = 32_768
-DEFAULT_WINDOW = 2_048
+DEFAULT_TOKENS = 16_384
+DEFAULT_WINDOW = 1_024
 DEFAULT_RANK = 32
 FEWEST_TOKENS = 256
 

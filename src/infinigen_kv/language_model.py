@@ -1,0 +1,184 @@
+"""The facade: load, generate, print."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation.streamers import BaseStreamer
+
+from infinigen_kv.attach import Session, attach
+from infinigen_kv.calibration import Calibration, calibrate
+from infinigen_kv.config import InfiniGenConfig
+from infinigen_kv.errors import InputError
+from infinigen_kv.generate import cache_argument
+from infinigen_kv.models import LoadedModel, load_model
+from infinigen_kv.progress import Progress, no_progress
+from infinigen_kv.recorder import FetchRecorder
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A generated text; ``str()`` of it is the text alone.
+
+    ``fetched_share`` is the mean share of the cached tokens that the speculated layers attended to,
+    NaN where attention was exact throughout. ``seconds`` includes reading the prompt.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    prompt_tokens: int
+    fetched_share: float
+    seconds: float
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class LanguageModel:
+    """A model, its tokenizer and its calibration, ready to generate with a selected KV cache.
+
+    Parameters
+    ----------
+    loaded
+        From `load_model`.
+    calibration
+        Of that model; None for exact attention only.
+    config
+        Settings of the selection.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        calibration: Calibration | None,
+        config: InfiniGenConfig | None = None,
+    ) -> None:
+        self.model = loaded.model
+        self.tokenizer = loaded.tokenizer
+        self.calibration = calibration
+        self.config = config or InfiniGenConfig()
+
+    def encode(self, prompt: str, *, chat: bool = False) -> Tensor:
+        """Token ids ``(1, T)`` of a prompt; with ``chat`` as a user's turn in the model's
+        template.
+        """
+        if chat:
+            if not self.tokenizer.chat_template:
+                raise InputError("this model's tokenizer has no chat template: leave chat off")
+            prompt = self.tokenizer.apply_chat_template(
+                [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
+            )
+        ids = self.tokenizer(prompt, add_special_tokens=not chat, verbose=False)["input_ids"]
+        if not ids:
+            raise InputError("the prompt is empty: give at least one token")
+        return torch.tensor([ids], device=self.model.device)
+
+    def generate(
+        self,
+        prompt: str,
+        *,
+        max_new_tokens: int = 128,
+        chat: bool = False,
+        full: bool = False,
+        streamer: BaseStreamer | None = None,
+        **options: Any,
+    ) -> Generation:
+        """Continue a prompt.
+
+        Parameters
+        ----------
+        prompt
+            Text.
+        max_new_tokens
+            At least 1; with the prompt it must fit the model's positions.
+        chat
+            Put the prompt into the model's chat template.
+        full
+            Attend to the whole cache instead of a selection.
+        streamer
+            Receives tokens as they come, e.g. `transformers.TextStreamer`.
+        **options
+            Passed on to ``model.generate``; greedy unless they say otherwise.
+
+        Raises
+        ------
+        InputError
+            If the prompt is empty or too long, or ``max_new_tokens`` is below 1.
+        """
+        if isinstance(max_new_tokens, bool) or max_new_tokens < 1:
+            raise InputError(
+                f"max_new_tokens={max_new_tokens!r} is not valid: it must be an integer >= 1"
+            )
+        ids = self.encode(prompt, chat=chat)
+        started = time.perf_counter()
+        with attach(self.model, self.calibration, self.config) as session:
+            recorder = FetchRecorder()
+            output = _generate(
+                session, ids, max_new_tokens, full, recorder, {"streamer": streamer, **options}
+            )
+        new = output[0, ids.shape[1] :].tolist()
+        return Generation(
+            text=self.tokenizer.decode(new, skip_special_tokens=True),
+            token_ids=tuple(new),
+            prompt_tokens=ids.shape[1],
+            fetched_share=recorder.fetched_share(first_layer=self.config.first_layer),
+            seconds=time.perf_counter() - started,
+        )
+
+
+def load(
+    name: str,
+    *,
+    config: InfiniGenConfig | None = None,
+    calibration: Calibration | None = None,
+    dtype: torch.dtype | None = None,
+    device: str = "cpu",
+    trust_remote_code: bool = False,
+    progress: Progress = no_progress,
+) -> LanguageModel:
+    """Load a model by name and calibrate it, unless that was done before.
+
+    >>> llm = load("smollm2")
+    >>> print(llm.generate("Once upon a time", max_new_tokens=32))
+
+    Parameters
+    ----------
+    name
+        As in `load_model`: ``smollm2``, a folder, a ``.gguf`` file or a hub name.
+    config
+        Settings; None for the defaults.
+    calibration
+        None makes one from the default text and keeps it in the user's cache folder.
+    dtype, device, trust_remote_code
+        As in `load_model`.
+    progress
+        Shows the calibration's progress, e.g. `infinigen_kv.progress.bar`.
+    """
+    loaded = load_model(name, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    made = calibration or calibrate(loaded.model, loaded.tokenizer, progress=progress)
+    return LanguageModel(loaded, made, config)
+
+
+def _generate(
+    session: Session,
+    ids: Tensor,
+    max_new_tokens: int,
+    full: bool,
+    recorder: FetchRecorder,
+    options: dict[str, Any],
+) -> Tensor:
+    total = ids.shape[1] + max_new_tokens
+    session.check_length(total)
+    cache = session.new_cache(capacity=total, policy="full" if full else "infinigen")
+    cache.expect_prompt(ids.shape[1])
+    cache.recorder = recorder
+    return session.model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=max_new_tokens,
+        **{cache_argument(session.model): cache, "do_sample": False, **options},
+    )
