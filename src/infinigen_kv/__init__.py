@@ -13,6 +13,7 @@ from infinigen_kv.errors import (
     InputError,
     UnsupportedModelError,
 )
+from infinigen_kv.folding import fold_skew
 from infinigen_kv.language_model import Generation, LanguageModel, load
 from infinigen_kv.models import load_model
 
@@ -30,6 +31,7 @@ __all__ = [
     "UnsupportedModelError",
     "attach",
     "calibrate",
+    "fold_skew",
     "load",
     "load_model",
 ]
