@@ -55,8 +55,8 @@ def decode(peer: Any, session: Any, ids: Tensor, steps: int) -> dict[str, dict[s
     caches: dict[str, tuple[Any, Any]] = {
         "DynamicCache": (peer, DynamicCache(config=peer.config)),
         "StaticCache": (peer, StaticCache(config=peer.config, max_cache_len=tokens)),
-        "full (ours)": (ours, session.new_cache(capacity=tokens, policy="full")),
-        "infinigen": (ours, session.new_cache(capacity=tokens)),
+        "full (ours)": (ours, session.new_cache(tokens=tokens, policy="ideal")),
+        "infinigen": (ours, session.new_cache(tokens=tokens)),
     }
     for model, cache in caches.values():
         logits = forward(model, ids, cache, last_only=True)
@@ -98,9 +98,9 @@ def prefills(peer: Any, session: Any, ids: Tensor, repeats: int) -> dict[str, di
     runs: dict[str, Callable[[], None]] = {
         "DynamicCache": lambda: read(peer, DynamicCache(config=peer.config)),
         "full (ours)": lambda: read(
-            session.model, session.new_cache(capacity=tokens, policy="full")
+            session.model, session.new_cache(tokens=tokens, policy="ideal")
         ),
-        "infinigen": lambda: read(session.model, session.new_cache(capacity=tokens)),
+        "infinigen": lambda: read(session.model, session.new_cache(tokens=tokens)),
     }
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repeats):

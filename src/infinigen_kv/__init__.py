@@ -2,20 +2,43 @@
 need.
 """
 
-from infinigen_kv.attach import Session, attach
-from infinigen_kv.cache import InfiniGenCache
-from infinigen_kv.calibration import Calibration, calibrate
-from infinigen_kv.config import InfiniGenConfig
-from infinigen_kv.errors import (
-    CacheStateError,
-    CalibrationError,
-    InfiniGenError,
-    InputError,
-    UnsupportedModelError,
-)
-from infinigen_kv.folding import fold_skew
-from infinigen_kv.language_model import Generation, LanguageModel, load
-from infinigen_kv.models import load_model
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from infinigen_kv.cache import InfiniGenCache
+    from infinigen_kv.calibration import Calibration, calibrate
+    from infinigen_kv.config import InfiniGenConfig
+    from infinigen_kv.errors import (
+        CacheStateError,
+        CalibrationError,
+        InfiniGenError,
+        InputError,
+        UnsupportedModelError,
+    )
+    from infinigen_kv.language_model import Generation, LanguageModel, load
+    from infinigen_kv.models import load_model
+    from infinigen_kv.session import Session, attach
+
+# Where each public name lives. Imported on first use: torch and transformers take seconds, and
+# `infinigen-kv --help` needs neither.
+_HOMES = {
+    "CacheStateError": "errors",
+    "Calibration": "calibration",
+    "CalibrationError": "errors",
+    "Generation": "language_model",
+    "InfiniGenCache": "cache",
+    "InfiniGenConfig": "config",
+    "InfiniGenError": "errors",
+    "InputError": "errors",
+    "LanguageModel": "language_model",
+    "Session": "session",
+    "UnsupportedModelError": "errors",
+    "attach": "session",
+    "calibrate": "calibration",
+    "load": "language_model",
+    "load_model": "models",
+}
 
 __all__ = [
     "CacheStateError",
@@ -31,7 +54,16 @@ __all__ = [
     "UnsupportedModelError",
     "attach",
     "calibrate",
-    "fold_skew",
     "load",
     "load_model",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -125,7 +125,7 @@ def _softcapped_attention(
     rows, heads, queries, _ = query.shape
     if mask is None:
         mask = causal_mask(queries, keys.shape[2], query.device)
-    mask = mask.unsqueeze(2)  # (B, H_kv or 1, 1, Q, S)
+    mask = mask.expand(-1, -1, queries, -1).unsqueeze(2)  # (B or 1, H_kv or 1, 1, Q, S)
     blocks = []
     for start in range(0, queries, QUERY_BLOCK):
         block = slice(start, start + QUERY_BLOCK)
@@ -145,5 +145,7 @@ def _probabilities(
         scores = torch.tanh(scores / softcap) * softcap
     if visible is None:
         return torch.softmax(scores, dim=-1, dtype=torch.float32).to(dtype)
-    masked = scores.float().masked_fill(~visible, float("-inf"))
-    return torch.softmax(masked, dim=-1).nan_to_num(0.0).to(dtype)
+    hidden = ~visible
+    masked = scores.float().masked_fill(hidden, float("-inf"))
+    # not `nan_to_num`, which would also hide the NaN of a broken model
+    return torch.softmax(masked, dim=-1).masked_fill(hidden, 0.0).to(dtype)

@@ -2,185 +2,32 @@
 
 from __future__ import annotations
 
+import copy
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
-from infinigen_kv.attention import decode_attention, dense_attention, grouped_scores
 from infinigen_kv.errors import CacheStateError, InputError
-from infinigen_kv.link import Link, Transfer
-from infinigen_kv.policies import Policy
-from infinigen_kv.pool import Home, RamHome
-from infinigen_kv.rehearsal.select import Selection, selection_mask
+from infinigen_kv.offloaded import OffloadedLayer
+from infinigen_kv.pool.linked import LinkedPool
+from infinigen_kv.pool.pool import Pool
 from infinigen_kv.step import Recorder, Step
 
 if TYPE_CHECKING:
-    from infinigen_kv.adapters.base import LayerSpec
     from infinigen_kv.config import InfiniGenConfig
+    from infinigen_kv.storage import Storage
 
 LONGEST_DRAFT = 64  # tokens; what assisted decoding verifies at once stays below
 
 
-class OffloadedLayer(CacheLayerMixin):
-    """One layer whose KV lives in a home and is attended to through a policy."""
+class Owner(Protocol):
+    """What a cache was made by, and works with: a session."""
 
-    is_sliding = False
-    is_croppable = True
-    supports_early_init = False
-
-    def __init__(self, spec: LayerSpec, policy: Policy, link: Link, capacity: int) -> None:
-        super().__init__()
-        self.spec = spec
-        self.policy = policy
-        self._link = link
-        self._capacity = capacity
-        self._home: Home | None = None
-        self._step: Step | None = None
-        self._chosen: tuple[Selection, Transfer] | None = None
-
-    @property
-    def rows(self) -> int | None:
-        """Batch rows held, None while empty."""
-        return None if self._home is None else self._home.rows
-
-    @property
-    def home_bytes(self) -> int:
-        """Bytes reserved in the home."""
-        return 0 if self._home is None else self._home.nbytes
-
-    # What the engine calls during a forward, in this order.
-
-    def begin(self, step: Step | None) -> None:
-        """Start a forward, or end it with None."""
-        self._step = step
-        self._chosen = None
-
-    def rehearse(self, hidden: Tensor) -> None:
-        """Choose this layer's entries from the previous layer's input and start to move them."""
-        step = self._step
-        assert step is not None
-        if not step.selecting or self._home is None:
-            return
-        selection = self.policy.rehearse(hidden, step, self._home)
-        if selection is not None:
-            slots = selection.index.squeeze(2)
-            self._chosen = selection, self._link.fetch(self._home, slots)
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Add new tokens to the home; returns them alone, since `attend` reads the rest."""
-        if self._step is None:
-            raise CacheStateError(
-                "this cache only works with the model that it was made for, inside "
-                "`with attach(model, ...) as session`; make one there with session.new_cache()"
-            )
-        if self._home is None:
-            self.lazy_initialization(key_states, value_states)
-        assert self._home is not None
-        self._home.append(key_states, value_states)
-        return key_states, value_states
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self._home = RamHome(key_states, value_states, self._capacity)
-        self.is_initialized = True
-
-    def attend(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        mask: Tensor | None,
-        *,
-        scaling: float,
-        softcap: float | None,
-    ) -> Tensor:
-        """Attention of the new tokens; shapes as in `attention.dense_attention`.
-
-        ``keys`` and ``values`` are those of the new tokens, already in the home.
-        """
-        step, home, chosen = self._step, self._home, self._chosen
-        assert step is not None and home is not None
-        self._chosen = None
-        self.policy.observe(query, keys, step, home)
-        if chosen is not None:
-            selection, transfer = chosen
-            output = _attend_selected(query, keys, values, selection, transfer, scaling, softcap)
-            if step.recorder is not None:
-                step.recorder.record(self.spec.index, step, selection, None)
-            return output
-        wide = step.selecting and step.queries > 1
-        if wide and (picked := self.policy.select(step, home)) is not None:
-            mask = _with_new_tokens(selection_mask(picked, step.start + step.queries), step)
-        else:
-            picked = None
-        all_keys, all_values = home.all()
-        if step.recorder is not None:
-            wanted = step.recorder.needs_scores and picked is not None
-            scores = grouped_scores(query, all_keys, scaling, softcap) if wanted else None
-            step.recorder.record(self.spec.index, step, picked, scores)
-        return dense_attention(
-            query, all_keys, all_values, scaling=scaling, softcap=softcap, mask=mask
-        )
-
-    # The interface of a Transformers cache layer.
-
-    def get_seq_length(self) -> int:
-        return 0 if self._home is None else self._home.length
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the newest ``-tokens_to_remove`` tokens; a positive number is the length to
-        keep.
-        """
-        length = self.get_seq_length()
-        keep = tokens_to_remove if tokens_to_remove > 0 else length + tokens_to_remove
-        self.truncate(keep)
-
-    def truncate(self, length: int) -> None:
-        """Forget the tokens from ``length`` on."""
-        if self._home is None:
-            return
-        self._home.truncate(length)
-        self.policy.truncate(self._home.length)
-
-    def reset(self) -> None:
-        self._home = None
-        self._chosen = None
-        self.is_initialized = False
-        self.policy.truncate(0)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.batch_select_indices(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        if self._home is not None:
-            rows = self._home.rows
-            self.batch_select_indices(torch.arange(rows).repeat_interleave(repeats))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        if self._home is None:
-            return
-        if indices.dtype == torch.bool:
-            indices = indices.nonzero().squeeze(1)
-        if indices.tolist() != list(range(self._home.rows)):
-            self._home.take_rows(indices)
-            self.policy.take_rows(indices)
-
-    def offload(self) -> None:
-        """Nothing to do: the home is where the KV lives anyway."""
-
-    def prefetch(self) -> None:
-        """Nothing to do: the rehearsal prefetches."""
+    closed: bool
 
 
 class InfiniGenCache(Cache):
@@ -200,6 +47,8 @@ class InfiniGenCache(Cache):
         The selection's settings.
     owner
         The session; a cache works with no other.
+    storage
+        What its layers share.
     """
 
     def __init__(
@@ -207,14 +56,19 @@ class InfiniGenCache(Cache):
         layers: Sequence[OffloadedLayer | DynamicSlidingWindowLayer],
         sources: dict[int, list[int]],
         config: InfiniGenConfig,
-        owner: object,
+        owner: Owner,
+        storage: Storage,
     ) -> None:
         super().__init__(layers=list(layers))
+        self.storage = storage
         self.config = config
         self.owner = owner
         self.recorder: Recorder | None = None
         self._sources = sources
+        heralded = {layer for followers in sources.values() for layer in followers}
+        self._unheralded = [layer for layer in self.offloaded if layer.spec.index not in heralded]
         self._step: Step | None = None
+        self._thread: threading.Thread | None = None
         self._interrupted = False
         self._saw_prompt = False
         self._prompt_until = 0
@@ -229,12 +83,37 @@ class InfiniGenCache(Cache):
     @property
     def home_bytes(self) -> int:
         """Bytes reserved for KV in the homes of all layers."""
-        return sum(layer.home_bytes for layer in self.offloaded)
+        return sum(pool.home_bytes for pool in self._pools)
 
     @property
-    def policy_bytes(self) -> int:
-        """Bytes of partial keys and the like on the device."""
-        return sum(layer.policy.nbytes for layer in self.offloaded)
+    def device_bytes(self) -> int:
+        """Bytes of KV, resident sets and partial keys on the device."""
+        kept = sum(pool.device_bytes for pool in self._pools)
+        return kept + sum(layer.policy.nbytes for layer in self.offloaded)
+
+    @property
+    def resident_hit_rate(self) -> float:
+        """Share of the entries that steps wanted and found on the device; NaN without any."""
+        lookups = [pool.lookups for pool in self._pools if isinstance(pool, LinkedPool)]
+        wanted = sum(each.wanted for each in lookups)
+        return sum(each.hits for each in lookups) / wanted if wanted else float("nan")
+
+    def reset_statistics(self) -> None:
+        """Count link traffic and resident hits anew."""
+        self.storage.link.statistics.reset()
+        for pool in self._pools:
+            if isinstance(pool, LinkedPool):
+                pool.lookups.reset()
+
+    def close(self) -> None:
+        """Release all memory, threads and files; the cache is empty then and of no more use."""
+        for layer in self.offloaded:
+            layer.reset()
+        self.storage.close()
+
+    @property
+    def _pools(self) -> list[Pool]:
+        return [layer.pool for layer in self.offloaded if layer.pool is not None]
 
     def expect_prompt(self, tokens: int) -> None:
         """Say that the cache's first ``tokens`` tokens are prompt, however they arrive.
@@ -246,7 +125,11 @@ class InfiniGenCache(Cache):
 
     @contextmanager
     def decoding(self) -> Iterator[None]:
-        """Inside the block every forward selects for each of its tokens, as single steps would."""
+        """Inside the block every forward selects for each of its tokens, as single steps would.
+
+        The first forward of an empty cache is exact all the same: it is what a rehearsal learns
+        from.
+        """
         before, self._forced = self._forced, True
         try:
             yield
@@ -257,6 +140,7 @@ class InfiniGenCache(Cache):
         self, *, queries: int, rows: int, attention_mask: Tensor | None, position_ids: Tensor
     ) -> None:
         """The model starts a forward of ``queries`` new tokens in ``rows`` rows."""
+        self._settle()
         self._check_usable(rows)
         start = self.get_seq_length()
         self._step = Step(
@@ -269,6 +153,7 @@ class InfiniGenCache(Cache):
             config=self.config,
             recorder=self.recorder,
         )
+        self._thread = threading.current_thread()
         for layer in self.offloaded:
             layer.begin(self._step)
 
@@ -279,29 +164,42 @@ class InfiniGenCache(Cache):
         """
         for follower in self._sources.get(index, ()):
             self.layers[follower].rehearse(hidden)
+        if index == len(self.layers) - 1:
+            for each in self._unheralded:
+                each.prefetch_next()
         layer = self.layers[index]
         return layer if isinstance(layer, OffloadedLayer) else None
 
-    def end_forward(self) -> None:
-        """The forward is over, also where it failed: then the tokens it added are taken back."""
-        step, self._step = self._step, None
-        if step is None:
-            return
-        done = all(layer.get_seq_length() == step.start + step.queries for layer in self.layers)
-        for layer in self.offloaded:
-            layer.begin(None)
-            if not done:
-                layer.truncate(step.start)
-        if not done:
-            # sliding layers have dropped what they would need to go back
-            self._interrupted = len(self.offloaded) < len(self.layers)
-            return
-        self._saw_prompt |= step.queries > 1 or step.start + 1 == self._prompt_until
-        if self._drafting == "armed":
-            self._drafting = "yes"
+    def update(
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """Add new tokens to a layer; the model calls it, between `begin_forward` and its end."""
+        if self._step is None or self.owner.closed:
+            raise CacheStateError(
+                "this cache only works with the model that it was made for, inside "
+                "`with attach(model, ...) as session`; make one there with session.new_cache()"
+            )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def end_forward(self, *, finished: bool) -> None:
+        """The forward is over; if it failed, the tokens that it added are taken back."""
+        # a second forward that was refused ends too, and must not end the first one with it
+        if self._step is not None and self._thread is threading.current_thread():
+            self._close_step(finished)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens held, those of an unfinished forward left out."""
+        return super().get_seq_length(layer_idx) if self._step is None else self._step.start
 
     def reset(self) -> None:
         """Empty the cache; also makes an interrupted one usable again."""
+        if self._step is not None:
+            self._close_step(finished=False)
         super().reset()
         self._interrupted = False
         self._saw_prompt = False
@@ -312,9 +210,44 @@ class InfiniGenCache(Cache):
         """Remove the newest ``-tokens_to_remove`` tokens; a positive number is the length to
         keep.
         """
-        super().crop(tokens_to_remove)
+        self._settle()
+        length = self.get_seq_length()
+        keep = tokens_to_remove if tokens_to_remove > 0 else length + tokens_to_remove
+        removed = length - min(max(keep, 0), length)
+        # sliding layers first: they refuse what they cannot undo, and then nothing has changed
+        for layer in sorted(self.layers, key=lambda layer: not layer.is_sliding):
+            layer.crop(-removed)
         if self.get_seq_length() == 0:
             self._saw_prompt = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> InfiniGenCache:
+        """A copy of the KV for the same session, to continue one prompt in several ways."""
+        self._settle()
+        if self.storage.config.home == "disk":
+            raise CacheStateError("a cache on disk cannot be copied: read the prompt again")
+        shared = [self.owner, self.config, self.storage, self.storage.link]
+        shared += [layer.spec for layer in self.offloaded]
+        memo.update({id(each): each for each in shared})
+        made = object.__new__(type(self))
+        memo[id(self)] = made
+        own = {name: value for name, value in vars(self).items() if name != "recorder"}
+        made.__dict__.update(copy.deepcopy(own, memo), recorder=None)
+        return made
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Become the rows ``beam_idx`` ``(n,)`` of this batch."""
+        self._settle()
+        super().reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row ``repeats`` times, one after the other."""
+        self._settle()
+        super().batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows ``indices``, numbers or a boolean mask."""
+        self._settle()
+        super().batch_select_indices(indices)
 
     def activate_past_recording(self) -> None:
         """Assisted decoding starts: short forwards after the next one verify drafts, token by
@@ -329,17 +262,50 @@ class InfiniGenCache(Cache):
         A single token is one, unless it may belong to a prompt that is fed token by token.
         """
         if self._forced:
-            return True
+            return start > 0
         if start < self._prompt_until or not self._saw_prompt or self._drafting == "armed":
             return False
         return queries == 1 or (self._drafting == "yes" and queries <= LONGEST_DRAFT)
 
-    def _check_usable(self, rows: int) -> None:
-        if self._step is not None:
+    def _settle(self) -> None:
+        """Take back what an interrupted forward added.
+
+        PyTorch calls hooks after an exception, but not after KeyboardInterrupt and the like. A
+        forward is over for sure when its own thread asks for something else, or has ended.
+        """
+        if self._step is None or self._thread is None:
+            return
+        if self._thread is not threading.current_thread() and self._thread.is_alive():
             raise CacheStateError("this cache is in the middle of another forward")
+        self._close_step(finished=False)
+
+    def _close_step(self, finished: bool) -> None:
+        step, self._step, self._thread = self._step, None, None
+        assert step is not None
+        for layer in self.offloaded:
+            layer.begin(None)
+        if finished:
+            self._saw_prompt |= step.queries > 1 or step.start + 1 == self._prompt_until
+            if self._drafting == "armed":
+                self._drafting = "yes"
+            return
+        for layer in self.layers:
+            if isinstance(layer, OffloadedLayer):
+                if layer.is_croppable:
+                    layer.truncate(step.start)
+                else:
+                    self._interrupted = layer.get_seq_length() != step.start
+            elif step.start == 0:
+                layer.reset()
+            elif layer.get_seq_length() != step.start:
+                self._interrupted = True  # it has dropped what it would need to go back
+
+    def _check_usable(self, rows: int) -> None:
         if self._interrupted:
             raise CacheStateError(
-                "a forward with this cache was interrupted and its sliding layers cannot go back: "
+                "a forward with this cache was interrupted, and its sliding or evicting layers "
+                "cannot go "
+                "back: "
                 "call reset() and start again"
             )
         held = {layer.rows for layer in self.offloaded if layer.rows is not None}
@@ -349,39 +315,6 @@ class InfiniGenCache(Cache):
                 "its own "
                 "for each batch"
             )
-
-
-def _attend_selected(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    selection: Selection,
-    transfer: Transfer,
-    scaling: float,
-    softcap: float | None,
-) -> Tensor:
-    """Attention of one query per row over what was moved, and over the token itself."""
-    moved_keys, moved_values = transfer.wait()
-    visible = None
-    if selection.counts is not None:
-        places = torch.arange(moved_keys.shape[2] + 1, device=query.device)
-        last = places == moved_keys.shape[2]
-        visible = (places < selection.counts.to(query.device)) | last  # (B, n + 1)
-        visible = visible[:, None, None, :]
-    return decode_attention(
-        query,
-        torch.cat([moved_keys, keys], dim=2),
-        torch.cat([moved_values, values], dim=2),
-        scaling=scaling,
-        softcap=softcap,
-        visible=visible,
-    )
-
-
-def _with_new_tokens(selected: Tensor, step: Step) -> Tensor:
-    """A selection ``(B, H_kv, Q, S)`` and each query's own token."""
-    own = torch.arange(step.start, step.start + step.queries, device=selected.device)
-    return selected.scatter(-1, own[None, None, :, None].expand(*selected.shape[:3], 1), True)
 
 
 def _visible_tokens(attention_mask: Tensor | None, rows: int, tokens: int) -> Tensor | None:

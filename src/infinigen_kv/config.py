@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
@@ -76,7 +76,7 @@ class InfiniGenConfig:
     def _check_real(self, name: str, accept: Any, allowed: str) -> None:
         value = getattr(self, name)
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or not math.isfinite(value) or not accept(value):
+        if not number or not abs(value) <= sys.float_info.max or not accept(value):
             raise _invalid(name, value, allowed)
 
     def _check_integer(self, name: str, least: int) -> None:

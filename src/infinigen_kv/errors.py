@@ -23,3 +23,7 @@ class CacheStateError(InfiniGenError, RuntimeError):
     """A cache was used where it cannot be: outside ``attach``, with another model, with another
     batch.
     """
+
+
+class HomeError(InfiniGenError, OSError):
+    """A home cannot hold or return entries: its disk is full, fails, or is closed."""

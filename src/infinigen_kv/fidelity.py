@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import copy
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,7 +14,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from infinigen_kv.attach import Session, attach
 from infinigen_kv.cache import InfiniGenCache
 from infinigen_kv.calibration import Calibration
 from infinigen_kv.config import InfiniGenConfig
@@ -19,6 +21,7 @@ from infinigen_kv.errors import InputError
 from infinigen_kv.generate import forward, prefill
 from infinigen_kv.progress import Progress, no_progress
 from infinigen_kv.recorder import FidelityRecorder
+from infinigen_kv.session import Session, attach
 
 BLOCK = 128  # decode positions evaluated in one forward
 
@@ -30,7 +33,8 @@ class Fidelity:
     ``fetched_share`` is over the speculated layers, ``fetched_share_all_layers`` counts those
     that are attended to in full as 1. ``kl_*`` is KL(full || selected) of the next-token
     distribution, ``top1_same`` how often both have the same most likely token, ``ppl*`` the
-    perplexity of the text's own tokens. ``recall`` and ``coverage`` as in `FidelityRecorder`.
+    perplexity of the measured tokens but the first (NaN where there is but one). ``recall`` and
+    ``coverage`` as in `FidelityRecorder`.
     """
 
     fetched_share: float
@@ -89,7 +93,7 @@ def measure_fidelity(
     started = time.perf_counter()
     with attach(model, calibration, config) as session:
         session.check_length(tokens.numel())
-        cache = session.new_cache(capacity=tokens.numel())
+        cache = session.new_cache(tokens=tokens.numel())
         recorder = FidelityRecorder()
         tokens = tokens.to(model.device)
         prefill(session, cache, tokens[None, :prompt_tokens])
@@ -97,15 +101,14 @@ def measure_fidelity(
     kl, same, full_loss, loss = measured
     count = kl.numel()
     recall, coverage = recorder.recall_by_layer, recorder.coverage_by_layer
-    speculated = {layer: recorder.fetched_by_layer[layer] for layer in recall}
     return Fidelity(
-        fetched_share=_mean(speculated),
+        fetched_share=recorder.fetched_share(first_layer=config.first_layer),
         fetched_share_all_layers=recorder.fetched_share(),
         kl_mean=kl.mean().item(),
         kl_p99=kl.quantile(0.99).item(),
         top1_same=same / count,
-        ppl_full=math.exp(full_loss / max(1, count - 1)),
-        ppl=math.exp(loss / max(1, count - 1)),
+        ppl_full=_perplexity(full_loss, count - 1),
+        ppl=_perplexity(loss, count - 1),
         recall_mean=_mean(recall),
         coverage_mean=_mean(coverage),
         recall_by_layer=recall,
@@ -129,28 +132,48 @@ def _measure(
     Selection comes first: an exact forward would add the measured tokens to the prompt's
     statistics.
     """
-    length = cache.get_seq_length()
-    starts = list(range(0, decoded.shape[1], BLOCK))
+    blocks = decoded.tensor_split(math.ceil(decoded.shape[1] / BLOCK), dim=1)
     cache.recorder = recorder
-    with cache.decoding():
+    with _forgetting(cache), cache.decoding():
         selected = [
-            forward(session.model, decoded[:, at : at + BLOCK], cache)
-            for at in progress(starts, "selected attention")
+            forward(session.model, block, cache) for block in progress(blocks, "selected attention")
         ]
     cache.recorder = None
-    cache.crop(length - cache.get_seq_length())
+    # a single token would otherwise be a decode step, which selects
+    cache.expect_prompt(cache.get_seq_length() + decoded.shape[1])
     kl, same, full_loss, loss = [], 0, 0.0, 0.0
-    for block, at in enumerate(progress(starts, "full attention")):
-        full = forward(session.model, decoded[:, at : at + BLOCK], cache)
+    at = 0
+    for place, block in enumerate(progress(blocks, "full attention")):
+        full = forward(session.model, block, cache)
         reference = full[0].float().log_softmax(-1)
-        ours = selected[block][0].float().log_softmax(-1)
+        ours = selected[place][0].float().log_softmax(-1)
         kl.append((reference.exp() * (reference - ours)).sum(-1))
         same += int((reference.argmax(-1) == ours.argmax(-1)).sum())
-        targets = decoded[0, at + 1 : at + BLOCK + 1, None]
+        targets = decoded[0, at + 1 : at + block.shape[1] + 1, None]
         full_loss -= reference[: len(targets)].gather(1, targets).double().sum().item()
         loss -= ours[: len(targets)].gather(1, targets).double().sum().item()
-        selected[block] = torch.empty(0)
+        selected[place] = torch.empty(0)
+        at += block.shape[1]
     return torch.cat(kl), same, full_loss, loss
+
+
+@contextmanager
+def _forgetting(cache: InfiniGenCache) -> Iterator[None]:
+    """Take back what the block adds to the cache.
+
+    `crop` cannot, once a sliding layer's window is full; but such a layer never writes into its
+    tensors, so that a shallow copy of it keeps its state.
+    """
+    length = cache.get_seq_length()
+    before = [copy(layer) if layer.is_sliding else layer for layer in cache.layers]
+    yield
+    cache.layers = before
+    for layer in cache.offloaded:
+        layer.truncate(length)
+
+
+def _perplexity(loss: float, tokens: int) -> float:
+    return math.exp(loss / tokens) if tokens else float("nan")
 
 
 def _mean(values: dict[int, float]) -> float:

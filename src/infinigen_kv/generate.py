@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from infinigen_kv.attach import Session
 from infinigen_kv.cache import InfiniGenCache
 from infinigen_kv.errors import InputError
+from infinigen_kv.session import Session
 
 
 def cache_argument(model: PreTrainedModel) -> str:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
-from infinigen_kv.attach import Session, attach
 from infinigen_kv.calibration import Calibration, calibrate
 from infinigen_kv.config import InfiniGenConfig
 from infinigen_kv.errors import InputError
@@ -18,6 +17,7 @@ from infinigen_kv.generate import cache_argument
 from infinigen_kv.models import LoadedModel, load_model
 from infinigen_kv.progress import Progress, no_progress
 from infinigen_kv.recorder import FetchRecorder
+from infinigen_kv.session import Session, attach
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,8 @@ class LanguageModel:
         InputError
             If the prompt is empty or too long, or ``max_new_tokens`` is below 1.
         """
-        if isinstance(max_new_tokens, bool) or max_new_tokens < 1:
+        whole = isinstance(max_new_tokens, int) and not isinstance(max_new_tokens, bool)
+        if not whole or max_new_tokens < 1:
             raise InputError(
                 f"max_new_tokens={max_new_tokens!r} is not valid: it must be an integer >= 1"
             )
@@ -173,7 +174,7 @@ def _generate(
 ) -> Tensor:
     total = ids.shape[1] + max_new_tokens
     session.check_length(total)
-    cache = session.new_cache(capacity=total, policy="full" if full else "infinigen")
+    cache = session.new_cache(tokens=total, policy="stream" if full else "infinigen")
     cache.expect_prompt(ids.shape[1])
     cache.recorder = recorder
     return session.model.generate(

@@ -1,44 +1,222 @@
-"""The link moves entries from their home to the device.
+"""The link moves packed entries from their home to the device.
 
-This module is the only place for streams, events, pinned staging and threads. In one memory there
-is nothing to move: `DirectLink` gathers when the attention asks.
+This module is the only place for streams, events, pinned staging and threads. Order of the hand-offs:
+a transfer reads the store when it is started, so what was appended before is in it; its result
+may be used only after `Transfer.wait`; `Link.close` waits for what is under way.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+import math
+import re
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
-from infinigen_kv.pool import Home
+from infinigen_kv.errors import InputError
+from infinigen_kv.pool.store import PendingRead, Store
+
+SPIN = 2e-4  # seconds before the end of a wait from which on sleeping is too coarse
+PAPER_RATIO = 18.5  # streaming a layer's KV over one block's computation, paper, Figure 18
+
+
+@dataclass(slots=True)
+class LinkStatistics:
+    """Totals since the last `reset`. Bytes down are home to device, bytes up device to home.
+
+    ``wait_seconds`` is how long the computation stood still for transfers, ``transfer_seconds`` how
+    long transfers took, waited for or not.
+    """
+
+    bytes_down: int = 0
+    bytes_up: int = 0
+    transfers: int = 0
+    wait_seconds: float = 0.0
+    transfer_seconds: float = 0.0
+
+    def reset(self) -> None:
+        """Start to count anew."""
+        self.bytes_down = self.bytes_up = self.transfers = 0
+        self.wait_seconds = self.transfer_seconds = 0.0
+
+
+class Pace:
+    """A link of a given rate, emulated: one transfer at a time, in either direction.
+
+    A transfer completes no earlier than latency + bytes / rate after its start, which is when the
+    transfers before it are over.
+
+    Parameters
+    ----------
+    rate
+        Bytes per second.
+    latency
+        Seconds per transfer.
+    clock
+        Seconds, monotonic.
+    """
+
+    def __init__(
+        self, rate: float, latency: float = 0.0, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.rate = rate
+        self.latency = latency
+        self._clock = clock
+        self._free_at = -math.inf
+        self._lock = threading.Lock()
+
+    def book(self, nbytes: int) -> float:
+        """Queue a transfer that starts now; the time at which it is over."""
+        with self._lock:
+            start = max(self._clock(), self._free_at)
+            self._free_at = start + self.latency + nbytes / self.rate
+            return self._free_at
+
+    def wait_until(self, moment: float) -> None:
+        """Let time pass, to some microseconds."""
+        while (left := moment - self._clock()) > 0:
+            if left > SPIN:
+                time.sleep(left - SPIN)
 
 
 class Transfer(Protocol):
     """Entries on their way."""
 
-    def wait(self) -> tuple[Tensor, Tensor]:
-        """Keys and values ``(B, H_kv, n, D)`` on the device, once they have arrived."""
+    def wait(self) -> Tensor:
+        """``(B, H_kv, n, E)`` packed entries, once they have arrived."""
 
 
-class Link(Protocol):
-    """Starts transfers; called as soon as a rehearsal has chosen, ahead of the attention."""
+class Link:
+    """Between stores and the device; one for all layers of a cache.
 
-    def fetch(self, home: Home, slots: Tensor) -> Transfer:
-        """Start to move the slots ``(B, H_kv, n)``."""
+    Parameters
+    ----------
+    pace
+        Emulates a slower link; None moves as fast as the machine does.
+    queue_depth
+        Threads that read a disk store at once; 0 for stores in memory, which need none.
+    """
+
+    def __init__(self, pace: Pace | None = None, *, queue_depth: int = 0) -> None:
+        self.statistics = LinkStatistics()
+        self.pace = pace
+        self._readers = self._executor(queue_depth, "read")
+        self._writer = self._executor(min(queue_depth, 1), "write")
+
+    @property
+    def readers(self) -> Executor | None:
+        """Threads for a disk store's reads, None where there are none."""
+        return self._readers
+
+    @property
+    def writer(self) -> Executor | None:
+        """One thread for a disk store's writes, which keeps them in order."""
+        return self._writer
+
+    def fetch(self, store: Store, slots: Tensor, entries: int) -> Transfer:
+        """Start to move the slots ``(B, H_kv, n)``, of which ``entries`` are real ones."""
+        return self._start(store.start_read(slots), entries * store.entry_bytes)
+
+    def fetch_all(self, store: Store) -> Transfer:
+        """Start to move everything a store holds."""
+        entries = store.rows * store.heads * store.length
+        return self._start(store.start_read_all(), entries * store.entry_bytes)
+
+    def sent(self, nbytes: int) -> None:
+        """Account for bytes written from the device to a home; they occupy the link, unwaited."""
+        self.statistics.bytes_up += nbytes
+        if self.pace is not None:
+            self.pace.book(nbytes)
+
+    def close(self) -> None:
+        """End the threads, after what they are doing; may be called twice."""
+        for executor in (self._readers, self._writer):
+            if executor is not None:
+                executor.shutdown(wait=True, cancel_futures=True)
+
+    def _start(self, pending: PendingRead, nbytes: int) -> Transfer:
+        self.statistics.bytes_down += nbytes
+        self.statistics.transfers += 1
+        started = time.perf_counter()
+        over = None if self.pace is None else self.pace.book(nbytes)
+        return _HostTransfer(self, pending, started, over)
+
+    def arrive(self, pending: PendingRead, started: float, over: float | None) -> Tensor:
+        """Wait for one transfer and account for it."""
+        asked = time.perf_counter()
+        entries = pending.wait()
+        if self.pace is not None and over is not None:
+            self.pace.wait_until(over)
+        now = time.perf_counter()
+        self.statistics.wait_seconds += now - asked
+        self.statistics.transfer_seconds += (now if over is None else over) - started
+        return entries
+
+    @staticmethod
+    def _executor(threads: int, name: str) -> ThreadPoolExecutor | None:
+        if threads == 0:
+            return None
+        return ThreadPoolExecutor(threads, thread_name_prefix=f"infinigen-kv-{name}")
 
 
-class DirectTransfer(NamedTuple):
-    """Home and device are the same memory, so the gather itself is the only work."""
+@dataclass(frozen=True, slots=True)
+class _HostTransfer:
+    link: Link
+    pending: PendingRead
+    started: float
+    over: float | None
 
-    home: Home
-    slots: Tensor
-
-    def wait(self) -> tuple[Tensor, Tensor]:
-        return self.home.gather(self.slots)
+    def wait(self) -> Tensor:
+        return self.link.arrive(self.pending, self.started, self.over)
 
 
-class DirectLink:
-    """The link ``none``."""
+@dataclass(frozen=True, slots=True)
+class LinkSpec:
+    """What the user asked for: ``none``, ``emulated:<GB/s>[,<latency us>]`` or ``emulated:paper``.
 
-    def fetch(self, home: Home, slots: Tensor) -> Transfer:
-        return DirectTransfer(home, slots)
+    ``rate`` is in bytes per second; None for ``none``, and for ``emulated:paper`` until a measured
+    block time gives it (`paper_rate`).
+    """
+
+    text: str
+    rate: float | None = None
+    latency: float = 0.0
+
+    @property
+    def is_emulated(self) -> bool:
+        """Whether figures over this link must be called emulated."""
+        return self.text != "none"
+
+    @property
+    def is_paper(self) -> bool:
+        """Whether the rate follows from the model's own speed."""
+        return self.text == "emulated:paper"
+
+    @classmethod
+    def parse(cls, text: str) -> LinkSpec:
+        """Read the command line's form; `InputError` says what is allowed."""
+        if text in ("none", "emulated:paper"):
+            return cls(text)
+        match = re.fullmatch(r"emulated:([0-9.eE+-]+)(?:,([0-9.eE+-]+))?", text)
+        try:
+            rate, latency = (float(part or 0) for part in match.groups()) if match else (0.0, 0.0)
+        except ValueError:
+            rate = latency = 0.0
+        if not (math.isfinite(rate) and rate > 0 and math.isfinite(latency) and latency >= 0):
+            raise InputError(
+                f"link={text!r} is not valid: it must be 'none', 'emulated:paper' or "
+                "'emulated:<GB/s>[,<latency in microseconds>]', e.g. 'emulated:16,10'"
+            )
+        return cls(text, rate * 1e9, latency * 1e-6)
+
+
+def paper_rate(layer_bytes: int, block_seconds: float) -> float:
+    """Bytes per second at which streaming one layer's KV takes 18.5 times one block's
+    computation.
+    """
+    return layer_bytes / (PAPER_RATIO * block_seconds)

@@ -197,3 +197,37 @@ class StepCandidates:
         recent = logical >= step.before[:, None, :, None] - config.recent_tokens
         assert self.allowed is not None
         return self.allowed & (recent | (logical < config.sink_tokens))
+
+
+class HeldCandidates:
+    """As `StepCandidates`, for one query per row and a pool from which tokens were evicted.
+
+    ``positions`` ``(B, S)`` says which token each of its slots holds.
+    """
+
+    def __init__(self, step: Step, positions: Tensor) -> None:
+        config = step.config
+        real = step.visible
+        positions = positions.to(step.position_ids.device)
+        held = torch.ones_like(positions, dtype=torch.bool)
+        if real is not None:
+            held = real.gather(1, positions)
+        logical = step.logical.expand(step.rows, -1).gather(1, positions)
+        recent = logical >= step.before - config.recent_tokens
+        kept = held & (recent | (logical < config.sink_tokens))
+        self.allowed = None if real is None else held[:, None, None]
+        self._kept = kept[:, None, None]
+        self._exact = step.exact_queries
+        self._held = held.sum(dim=1, keepdim=True)  # (B, 1)
+        self._least = kept.sum(dim=1, keepdim=True)
+        share = (self._held * config.max_fetch).floor().long()
+        self._most = torch.maximum(share, self._least)
+
+    def mark_kept(self, margin: Tensor) -> None:
+        margin.masked_fill_(self._kept.to(margin.device), float("inf"))
+
+    def bound(self, wanted: Tensor) -> Tensor:
+        limited = torch.minimum(
+            torch.maximum(wanted, self._least.to(wanted.device)), self._most.to(wanted.device)
+        )
+        return torch.where(self._exact.to(wanted.device), self._held.to(wanted.device), limited)

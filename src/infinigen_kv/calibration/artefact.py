@@ -69,14 +69,16 @@ class Calibration:
                     f"{_short(self.fingerprint.get(name))}, this model's is {_short(value)}; "
                     "calibrate this model"
                 )
+        for spec in adapter.layers[1:]:
+            if not spec.is_sliding and spec.index not in self.layers:
+                raise CalibrationError(
+                    f"the calibration lacks layer {spec.index}: calibrate this model again"
+                )
 
     def save(self, folder: str | Path) -> Path:
         """Write the artefact into ``folder``, replacing one there; nothing half-written remains."""
         folder = Path(folder)
-        if folder.exists() and not _replaceable(folder):
-            raise CalibrationError(
-                f"{folder} exists and is not a calibration: choose another output folder"
-            )
+        check_target(folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
         payload = save_tensors(self._tensors())
         header = {
@@ -91,9 +93,7 @@ class Calibration:
             staged.mkdir(mode=0o700)
             (staged / TENSORS).write_bytes(payload)
             (staged / HEADER).write_text(json.dumps(header, indent=1) + "\n", encoding="utf-8")
-            if folder.exists():
-                folder.rename(Path(scratch) / "old")
-            staged.replace(folder)
+            _swap(staged, folder, aside=Path(scratch) / "old")
         return folder
 
     @classmethod
@@ -113,9 +113,7 @@ class Calibration:
             tensors = load_tensors(payload)
         except SafetensorError as error:
             raise CalibrationError(f"{folder / TENSORS} is not safetensors: {error}") from error
-        return cls(
-            header["fingerprint"], header["settings"], _layers(tensors), header.get("report", {})
-        )
+        return cls(header["fingerprint"], header["settings"], _layers(tensors), header["report"])
 
     def _tensors(self) -> dict[str, Tensor]:
         return {
@@ -123,6 +121,14 @@ class Calibration:
             for index, layer in self.layers.items()
             for name in ("down", "up", "skew")
         }
+
+
+def check_target(folder: Path) -> None:
+    """Raise `CalibrationError` if saving to ``folder`` would replace anything but an artefact."""
+    if folder.exists() and not _replaceable(folder):
+        raise CalibrationError(
+            f"{folder} exists and is not a calibration: choose another output folder"
+        )
 
 
 def _read_header(path: Path) -> dict[str, Any]:
@@ -143,12 +149,15 @@ def _read_header(path: Path) -> dict[str, Any]:
     missing = [name for name in needed if name not in header]
     if missing:
         raise CalibrationError(f"{path} lacks {missing[0]!r}: calibrate again")
+    for name in ("fingerprint", "settings", "report"):
+        if not isinstance(header.setdefault(name, {}), dict):
+            raise CalibrationError(f"{path} is damaged: {name!r} is no object; calibrate again")
     return header
 
 
 def _layers(tensors: dict[str, Tensor]) -> dict[int, LayerCalibration]:
-    indices = sorted({int(name.partition(".")[0]) for name in tensors})
     try:
+        indices = sorted({int(name.partition(".")[0]) for name in tensors})
         return {
             index: LayerCalibration(
                 *(tensors[f"{index}.{name}"] for name in ("down", "up", "skew"))
@@ -159,6 +168,22 @@ def _layers(tensors: dict[str, Tensor]) -> dict[int, LayerCalibration]:
         raise CalibrationError(
             f"the calibration lacks the tensor {error}: calibrate again"
         ) from error
+    except ValueError as error:
+        raise CalibrationError(
+            f"the calibration holds tensors of something else ({error}): calibrate again"
+        ) from error
+
+
+def _swap(staged: Path, folder: Path, aside: Path) -> None:
+    """Put ``staged`` in the place of ``folder``, which comes back if that fails."""
+    try:
+        if folder.exists():
+            folder.rename(aside)
+        staged.replace(folder)
+    except BaseException:
+        if aside.exists() and not folder.exists():
+            aside.rename(folder)
+        raise
 
 
 def _replaceable(folder: Path) -> bool:

@@ -59,7 +59,6 @@ class Collector:
         }
         self._weights = {index: adapter.query_weight(index) for index in self.sums}
         self._previous: Tensor | None = None
-        self._positions: Tensor | None = None
 
     @contextmanager
     def watching(self) -> Iterator[None]:

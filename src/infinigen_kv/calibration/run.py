@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from infinigen_kv.adapters.base import Adapter
 from infinigen_kv.calibration.artefact import Calibration, LayerCalibration, remove
 from infinigen_kv.calibration.collect import Collector, LayerSums
 from infinigen_kv.calibration.fingerprint import digest, model_fingerprint, text_hash
-from infinigen_kv.errors import CalibrationError, InputError
+from infinigen_kv.errors import CalibrationError, InfiniGenError, InputError
 from infinigen_kv.paths import cache_dir
 from infinigen_kv.progress import Progress, no_progress
 from infinigen_kv.rehearsal.predictor import fit_correction
@@ -26,6 +28,7 @@ DEFAULT_TOKENS = 16_384
 DEFAULT_WINDOW = 1_024
 DEFAULT_RANK = 32
 FEWEST_TOKENS = 256
+METHOD = 1  # raised when a change of the method makes earlier artefacts differ
 
 logger = logging.getLogger(__name__)
 
@@ -71,12 +74,16 @@ def calibrate(
         If a number is out of range or the texts are too short.
     UnsupportedModelError
         If the model's family has no adapter.
+    InfiniGenError
+        If the model computes NaN or infinity.
     """
     adapter = adapter_for(model)
+    if isinstance(texts, str):
+        texts = [texts]
     sample = list(texts) if texts is not None else calibration_texts()
     settings = _settings(sample, tokens, window, rank, adapter)
     fingerprint = model_fingerprint(adapter)
-    folder = cache_dir() / "calibrations" / digest([fingerprint, settings])
+    folder = cached_folder(fingerprint, settings)
     if use_cache and (found := _cached(folder)) is not None:
         return found
     windows = _windows(tokenizer, sample, tokens, settings["window"])
@@ -87,8 +94,16 @@ def calibrate(
         layers[index], report[str(index)] = _fit(adapter, index, sums.pop(index), rank)
     made = Calibration(fingerprint, settings, layers, report)
     if use_cache:
-        made.save(folder)
+        try:
+            made.save(folder)
+        except (OSError, CalibrationError) as error:  # e.g. another process was there first
+            logger.warning("the calibration is not kept for next time: %s", error)
     return made
+
+
+def cached_folder(fingerprint: Mapping[str, Any], settings: Mapping[str, Any]) -> Path:
+    """Where the user's cache holds the calibration of a model with these settings."""
+    return cache_dir() / "calibrations" / digest([dict(fingerprint), dict(settings)])
 
 
 def _settings(
@@ -98,6 +113,7 @@ def _settings(
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise InputError(f"{name}={value!r} is not valid: it must be an integer >= {least}")
     return {
+        "method": METHOD,
         "tokens": tokens,
         "window": min(window, adapter.max_positions or window),
         "rank": rank,
@@ -119,17 +135,24 @@ def _cached(folder: Any) -> Calibration | None:
 def _windows(
     tokenizer: PreTrainedTokenizerBase, sample: list[str], tokens: int, window: int
 ) -> list[Tensor]:
-    """Consecutive windows ``(1, window)`` of every text in turn, ``tokens`` in all."""
+    """Windows ``(1, window or fewer)`` from all of the texts, at most ``tokens`` in all."""
     pieces = [
         piece
         for text in sample
         for piece in torch.tensor(tokenizer(text, verbose=False)["input_ids"]).long().split(window)
         if piece.numel() > 1
     ]
-    # every text contributes, whatever its place in the list
-    stride = max(1, sum(piece.numel() for piece in pieces) // tokens)
-    chosen = pieces[::stride][: max(1, tokens // window)]
-    found = sum(piece.numel() for piece in chosen)
+    # evenly spaced, so that every text contributes, whatever its place in the list
+    share = min(1.0, tokens / max(1, sum(piece.numel() for piece in pieces)))
+    spaced = [int((at + 1) * share) > int(at * share) for at in range(len(pieces))]
+    order = sorted(range(len(pieces)), key=lambda at: not spaced[at])  # these first, then the rest
+    chosen: list[Tensor] = []
+    found = 0
+    for piece in (pieces[at] for at in order):
+        chosen.append(piece[: tokens - found])
+        found += chosen[-1].numel()
+        if found == tokens:
+            break
     if found < FEWEST_TOKENS:
         raise InputError(
             f"the calibration text has {found} tokens: it must have at least {FEWEST_TOKENS}"
@@ -142,15 +165,22 @@ def _collect(
     model: PreTrainedModel, adapter: Adapter, windows: list[Tensor], progress: Progress
 ) -> dict[int, LayerSums]:
     collector = Collector(adapter)
-    training = model.training
+    with _evaluating(model), collector.watching():
+        for window in progress(windows, "calibrating"):
+            adapter.decoder(input_ids=window.to(model.device), use_cache=False)
+    return collector.sums
+
+
+@contextmanager
+def _evaluating(model: PreTrainedModel) -> Iterator[None]:
+    """Evaluation mode inside the block; after it every module is in its own mode again."""
+    training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        with collector.watching():
-            for window in progress(windows, "calibrating"):
-                adapter.decoder(input_ids=window.to(model.device), use_cache=False)
+        yield
     finally:
-        model.train(training)
-    return collector.sums
+        for module in training:
+            module.training = True
 
 
 @torch.no_grad()
@@ -161,6 +191,12 @@ def _fit(
     weight = weight.detach().cpu()
     bias = None if bias is None else bias.detach().cpu()
     rank = min(rank, *sums.cross_moment.shape)
+    if not bool(sums.input_moment.isfinite().all() & sums.cross_moment.isfinite().all()):
+        raise InfiniGenError(
+            f"the inputs or queries of layer {index} contain NaN or infinity, so it cannot be "
+            "calibrated; "
+            "check the model's weights and dtype (float16 may overflow where bfloat16 does not)"
+        )
     down, up = fit_correction(sums.input_moment, sums.cross_moment, weight, bias, rank)
     own = torch.zeros(sums.cross_moment.shape, dtype=torch.float64)
     own[:-1] = weight.double().mT

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+import torch
 from torch import Tensor
 
-from infinigen_kv.pool import Home
+from infinigen_kv.pool.pool import Pool
 from infinigen_kv.rehearsal.select import Selection
 from infinigen_kv.step import Step
 
@@ -22,14 +23,14 @@ class Policy(ABC):
     """
 
     @abstractmethod
-    def rehearse(self, hidden: Tensor, step: Step, home: Home) -> Selection | None:
+    def rehearse(self, hidden: Tensor, step: Step, pool: Pool) -> Selection | None:
         """Choose entries ahead of time.
 
         Parameters
         ----------
         hidden
             ``(B, Q, M)``: what the previous layer's attention reads, after its norm.
-        step, home
+        step, pool
             The forward, and this layer's KV without the new tokens.
 
         Returns
@@ -40,12 +41,22 @@ class Policy(ABC):
         """
 
     @abstractmethod
-    def observe(self, query: Tensor, keys: Tensor, step: Step, home: Home) -> None:
-        """See the new tokens' queries ``(B, H, Q, D)`` and keys ``(B, H_kv, Q, D)``."""
+    def observe(
+        self, query: Tensor, keys: Tensor, step: Step, pool: Pool, slots: Tensor | None
+    ) -> None:
+        """See the new tokens' queries ``(B, H, Q, D)`` and keys ``(B, H_kv, Q, D)``.
+
+        They are in the pool by now, in ``slots`` ``(B, Q)`` (-1: dropped at once), or at the end
+        where that is None.
+        """
 
     @abstractmethod
-    def select(self, step: Step, home: Home) -> Selection | None:
+    def select(self, step: Step, pool: Pool) -> Selection | None:
         """The entries of a step with several queries; None for everything."""
+
+    def likely(self, count: int, step: Step) -> Tensor:
+        """Slots ``(B, H_kv, n)``, n at most ``count``, that the steps after a prompt may want."""
+        return torch.empty(0, 0, 0, dtype=torch.long)
 
     @property
     def nbytes(self) -> int:

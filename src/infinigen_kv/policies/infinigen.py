@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from infinigen_kv.config import InfiniGenConfig
 from infinigen_kv.policies.base import Policy
-from infinigen_kv.pool import Home, TokenBuffer
-from infinigen_kv.rehearsal.select import Selection, choose
+from infinigen_kv.pool import TokenBuffer
+from infinigen_kv.pool.pool import Pool
+from infinigen_kv.rehearsal.select import Candidates, Selection, choose
 from infinigen_kv.rehearsal.statistics import Magnitudes, Moments, Projection, PromptStatistics
-from infinigen_kv.step import Step
+from infinigen_kv.step import HeldCandidates, Step
 
 SPARE_TOKENS = 512  # room for appends before a partial-key buffer has to grow
 
@@ -33,12 +35,16 @@ class RehearsalLayer:
     scaling: float
     softcap: float | None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> RehearsalLayer:
+        """The same one: copies of a cache share the model's weights."""
+        return self
+
 
 class InfiniGenPolicy(Policy):
     """Speculative selection with partial keys kept on the device.
 
     Prompt statistics grow while the layer attends in full; the first selecting step after that
-    turns them into a `Projection` and the home's keys into partial keys.
+    turns them into a `Projection` and the pool's keys into partial keys.
     """
 
     def __init__(self, layer: RehearsalLayer, config: InfiniGenConfig) -> None:
@@ -57,26 +63,34 @@ class InfiniGenPolicy(Policy):
     def nbytes(self) -> int:
         return 0 if self._partial_keys is None else self._partial_keys.nbytes
 
-    def rehearse(self, hidden: Tensor, step: Step, home: Home) -> Selection | None:
-        if self._fitted != step.selecting_rows:
-            self._fit(step, home)
+    def rehearse(self, hidden: Tensor, step: Step, pool: Pool) -> Selection | None:
         query = self._layer.predict_query(hidden, step)
-        if step.queries == 1:
-            return choose(self._scores(query), step.candidates, self._config.alpha)
-        self._pending_query = query
-        return None
+        if step.queries > 1:
+            self._pending_query = query
+            return None
+        self._fit(step, pool)
+        return choose(self._scores(query), _candidates(step, pool), self._config.alpha)
 
-    def observe(self, query: Tensor, keys: Tensor, step: Step, home: Home) -> None:
+    def observe(
+        self, query: Tensor, keys: Tensor, step: Step, pool: Pool, slots: Tensor | None
+    ) -> None:
         if not step.selecting:
             self._accumulate(query, keys, step, step.new_weight)
             self._fitted = ()  # the partial keys are behind: fit again when selection resumes
             return
         if step.some_query_is_exact:
             self._accumulate(query, keys, step, step.exact_weight)
+        # among several queries those that select learn from the exact ones before them
+        if step.queries > 1 and self._fit(step, pool):
+            return
         assert self._projection is not None and self._partial_keys is not None
-        self._partial_keys.extend(keys.shape[2]).copy_(self._projection.partial_keys(keys))
+        partial = self._projection.partial_keys(keys)
+        if slots is None:
+            self._partial_keys.extend(keys.shape[2]).copy_(partial)
+        else:
+            self._partial_keys.write(slots, partial)
 
-    def select(self, step: Step, home: Home) -> Selection | None:
+    def select(self, step: Step, pool: Pool) -> Selection | None:
         assert self._pending_query is not None
         scores = self._scores(self._pending_query)
         self._pending_query = None
@@ -102,23 +116,23 @@ class InfiniGenPolicy(Policy):
             weight = weight.to(keys.device)
         if self._statistics is None:
             skew = self._layer.skew
-            self._statistics = (
-                Moments.start(keys, weight) if skew is None else Magnitudes.start(keys, skew)
-            )
+            self._statistics = Moments.start(keys) if skew is None else Magnitudes.start(keys, skew)
         self._statistics.observe(query, keys, step.before.to(keys.device), weight)
 
-    def _fit(self, step: Step, home: Home) -> None:
-        """Choose the partial dimensions of the rows that newly select, and write all partial
-        keys.
+    def _fit(self, step: Step, pool: Pool) -> bool:
+        """Choose the partial dimensions of the rows that newly select, and write partial keys of
+        all that is in the pool. Returns False if no row does.
         """
+        if self._fitted == step.selecting_rows:
+            return False
         fitted = self._fitted or (False,) * step.rows
         missing = [
             wants and not done for wants, done in zip(step.selecting_rows, fitted, strict=True)
         ]
         if not any(missing):
-            return
+            return False
         assert self._statistics is not None
-        keys, _ = home.all()
+        keys, _ = pool.all()
         new = self._statistics.projection(self._config.partial_dim(keys.shape[3]))
         if self._projection is not None:
             keep = torch.tensor([not each for each in missing], device=keys.device)
@@ -126,6 +140,7 @@ class InfiniGenPolicy(Policy):
         self._projection = new
         self._partial_keys = _partial_key_buffer(keys, new)
         self._fitted = tuple(a or b for a, b in zip(fitted, missing, strict=True))
+        return True
 
     def _scores(self, query: Tensor) -> Tensor:
         """Rehearsed scores ``(B, H_kv, G, Q, S)`` of ``query`` ``(B, H, Q, D)``."""
@@ -141,6 +156,11 @@ class InfiniGenPolicy(Policy):
                 scores = scores + grouped @ projection.offset.mT
             scores = torch.tanh(scores / self._layer.softcap) * self._layer.softcap
         return scores.view(rows, heads, -1, queries, keys.shape[2])
+
+
+def _candidates(step: Step, pool: Pool) -> Candidates:
+    positions = pool.positions
+    return step.candidates if positions is None else HeldCandidates(step, positions)
 
 
 def _partial_key_buffer(keys: Tensor, projection: Projection) -> TokenBuffer:

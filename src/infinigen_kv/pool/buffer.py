@@ -35,9 +35,8 @@ class TokenBuffer:
         capacity: int = 0,
     ) -> None:
         self.length = 0
-        self._storage = torch.empty(
-            rows, heads, max(capacity, SMALLEST), width, dtype=dtype, device=device
-        )
+        shape = (rows, heads, max(capacity, SMALLEST), width)
+        self._storage = _writable(shape, dtype, device)
         self._row_offsets: Tensor | None = None
 
     @property
@@ -71,6 +70,18 @@ class TokenBuffer:
         if tokens > self.capacity:
             self._replace(self.view(), max(tokens, int(self.capacity * GROWTH)))
 
+    def write(self, slots: Tensor, vectors: Tensor) -> None:
+        """Put ``vectors`` ``(B, H, n, W)`` at ``slots`` ``(B, n)``; new slots follow those in use.
+
+        A slot of -1 is skipped.
+        """
+        self.reserve(int(slots.max()) + 1)
+        self.length = max(self.length, int(slots.max()) + 1)
+        for row in range(slots.shape[0]):
+            used = slots[row] >= 0
+            places = slots[row][used].to(self._storage.device)
+            self._storage[row].index_copy_(1, places, vectors[row][:, used])
+
     def gather(self, index: Tensor) -> Tensor:
         """Vectors of the tokens ``index`` ``(B, H, n)``: ``(B, H, n, W)``.
 
@@ -81,8 +92,9 @@ class TokenBuffer:
         if self._row_offsets is None:
             steps = torch.arange(rows * heads, device=self._storage.device) * capacity
             self._row_offsets = steps.view(rows, heads, 1)
-        flat = (index + self._row_offsets).view(-1)
-        return self._storage.view(-1, width).index_select(0, flat).view(rows, heads, -1, width)
+        flat = (index + self._row_offsets).reshape(-1)
+        vectors = self._storage.view(-1, width).index_select(0, flat)
+        return vectors.view(rows, heads, index.shape[-1], width)
 
     def truncate(self, length: int) -> None:
         """Forget the tokens from ``length`` on; more than there are forgets none."""
@@ -94,7 +106,17 @@ class TokenBuffer:
 
     def _replace(self, content: Tensor, capacity: int) -> None:
         rows, heads, length, width = content.shape
-        storage = content.new_empty(rows, heads, capacity, width)
+        storage = _writable((rows, heads, capacity, width), content.dtype, content.device)
         storage[:, :, :length] = content
         self._storage = storage
         self._row_offsets = None
+
+
+def _writable(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Uninitialised memory.
+
+    What `torch.inference_mode` allocates may not be written to outside of it, where a later turn
+    may well take place.
+    """
+    with torch.inference_mode(False):
+        return torch.empty(shape, dtype=dtype, device=device)

@@ -44,8 +44,13 @@ def best_projections(
 
 
 def _symmetric_roots(moment: Tensor) -> tuple[Tensor, Tensor]:
-    """Square root and inverse square root of ``(..., D, D)``, eigenvalues floored; float64."""
+    """Square root and inverse square root of ``(..., D, D)``, eigenvalues floored; float64.
+
+    Of the moment scaled to a largest eigenvalue of 1, which no score depends on. A moment of
+    nothing (the keys of a single token do not vary) counts as the identity.
+    """
     values, vectors = torch.linalg.eigh(moment.double())
-    largest = values[..., -1:].clamp_min(torch.finfo(torch.float64).tiny)
-    root = values.clamp_min(EIGENVALUE_FLOOR * largest).sqrt()
+    largest = values[..., -1:]
+    relative = torch.where(largest > 0, values / largest, 1.0)
+    root = relative.clamp_min(EIGENVALUE_FLOOR).sqrt()
     return (vectors * root.unsqueeze(-2)) @ vectors.mT, (vectors / root.unsqueeze(-2)) @ vectors.mT

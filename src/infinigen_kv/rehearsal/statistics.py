@@ -86,8 +86,9 @@ class PromptStatistics(ABC):
 class Moments(PromptStatistics):
     """Second moments of queries and centred keys: the calibrated rehearsal (`best_projections`).
 
-    Keys are summed about ``shift``, the mean of the first chunk, because subtracting two large sums
-    would cost the precision of models with a big constant key offset.
+    Keys are summed about ``shift``, the mean of a row's first chunk that is not all padding,
+    because subtracting two large sums would cost the precision of models with a big constant key
+    offset.
     """
 
     shift: Tensor  # (B, H_kv, 1, D)
@@ -97,20 +98,13 @@ class Moments(PromptStatistics):
     count: Tensor  # (B, 1, 1, 1)
 
     @classmethod
-    def start(cls, key: Tensor, weight: Tensor | None) -> Moments:
-        """Empty sums with the shapes of the first chunk ``key`` ``(B, H_kv, Q, D)``."""
+    def start(cls, key: Tensor) -> Moments:
+        """Empty sums for keys like ``key`` ``(B, H_kv, Q, D)``."""
         batch, heads, _, dim = key.shape
-        weights = _column(weight, key)
-        total = weights.sum(2, keepdim=True).clamp_min(1)
-        shift = (key.float() * weights).sum(2, keepdim=True) / total
         square = torch.zeros(batch, heads, dim, dim, device=key.device)
-        return cls(
-            shift,
-            square,
-            square.clone(),
-            torch.zeros_like(shift),
-            key.new_zeros(batch, 1, 1, 1).float(),
-        )
+        row = torch.zeros(batch, heads, 1, dim, device=key.device)
+        count = torch.zeros(batch, 1, 1, 1, device=key.device)
+        return cls(row, square, square.clone(), row.clone(), count)
 
     def observe(self, query: Tensor, key: Tensor, position: Tensor, weight: Tensor | None) -> None:
         batch, heads, tokens, dim = key.shape
@@ -119,11 +113,15 @@ class Moments(PromptStatistics):
         late = late[:, None, None, :, None] * weights[:, :, None]
         queries = query.float().reshape(batch, heads, -1, tokens, dim)
         weighted = (queries * late).flatten(2, 3)
-        self.query_outer += weighted.mT @ queries.flatten(2, 3)
+        # New tensors instead of +=: what `torch.inference_mode` made cannot be written to later.
+        self.query_outer = self.query_outer + weighted.mT @ queries.flatten(2, 3)
+        total = weights.sum(2, keepdim=True)
+        mean = (key.float() * weights).sum(2, keepdim=True) / total.clamp_min(1)
+        self.shift = torch.where(self.count == 0, mean, self.shift)
         centred = (key.float() - self.shift) * weights
-        self.key_outer += centred.mT @ centred
-        self.key_sum += centred.sum(2, keepdim=True)
-        self.count += weights.sum(2, keepdim=True)
+        self.key_outer = self.key_outer + centred.mT @ centred
+        self.key_sum = self.key_sum + centred.sum(2, keepdim=True)
+        self.count = self.count + total
 
     def projection(self, rank: int) -> Projection:
         if not bool(torch.isfinite(self.key_outer).all() & torch.isfinite(self.query_outer).all()):
@@ -165,8 +163,9 @@ class Magnitudes(PromptStatistics):
         weights = _column(weight, key)
         queries = query.float().reshape(batch, heads, -1, dim) @ self.skew
         grouped = queries.reshape(batch, heads, -1, tokens, dim).abs().sum(2)
-        self.query_sum += (grouped * weights).sum(2)
-        self.key_sum += ((key.float() @ self.skew).abs() * weights).sum(2)
+        self.query_sum = self.query_sum + (grouped * weights).sum(2)
+        magnitudes = (key.float() @ self.skew).abs()
+        self.key_sum = self.key_sum + (magnitudes * weights).sum(2)
 
     def projection(self, rank: int) -> Projection:
         columns = partial_columns(self.query_sum, self.key_sum, rank)

@@ -16,14 +16,16 @@ from transformers.masking_utils import sdpa_mask
 from infinigen_kv.adapters import adapter_for
 from infinigen_kv.adapters.base import Adapter, LayerSpec
 from infinigen_kv.attention import dense_attention
-from infinigen_kv.cache import InfiniGenCache, OffloadedLayer
+from infinigen_kv.cache import InfiniGenCache
 from infinigen_kv.calibration import Calibration
 from infinigen_kv.config import InfiniGenConfig
 from infinigen_kv.errors import CacheStateError, InputError
-from infinigen_kv.link import DirectLink
-from infinigen_kv.policies import FullPolicy, InfiniGenPolicy, Policy
+from infinigen_kv.offloaded import OffloadedLayer
+from infinigen_kv.policies import FullPolicy, InfiniGenPolicy
 from infinigen_kv.policies.infinigen import RehearsalLayer
+from infinigen_kv.policies.registry import cache_plan, check_policy
 from infinigen_kv.predict import QueryPredictor
+from infinigen_kv.storage import Storage, StorageConfig, hard_layers
 
 ATTENTION = "infinigen_kv"
 CACHE_NAMES = ("cache", "past_key_values", "layer_past")  # by release and family
@@ -33,39 +35,65 @@ class Session:
     """A model while it is attached; makes caches for it. Use through `attach`."""
 
     def __init__(
-        self, model: PreTrainedModel, calibration: Calibration | None, config: InfiniGenConfig
+        self,
+        model: PreTrainedModel,
+        calibration: Calibration | None,
+        config: InfiniGenConfig,
+        storage: StorageConfig,
     ) -> None:
         self.model = model
         self.config = config
+        self.storage = storage
         self.adapter: Adapter = adapter_for(model)
+        self.closed = False
         self._calibration = calibration
-        self._closed = False
 
-    def new_cache(self, *, capacity: int = 0, policy: str | None = None) -> InfiniGenCache:
+    def new_cache(
+        self,
+        *,
+        tokens: int = 0,
+        policy: str = "infinigen",
+        storage: StorageConfig | None = None,
+        link_rate: float | None = None,
+    ) -> InfiniGenCache:
         """An empty cache for one batch.
 
         Parameters
         ----------
-        capacity
-            Tokens per row to reserve at once; 0 lets the pools grow by halves.
+        tokens
+            Tokens per row that the cache is made for: reserved at once, and what shares of the
+            context refer to. 0 if unknown; pools then grow by halves.
         policy
-            ``infinigen`` (the default) selects entries; ``full`` attends to all of them.
+            One of `policies.registry.POLICIES`.
+        storage
+            Home, link, codec, capacity, resident set; None for the session's.
+        link_rate
+            Bytes per second of a link ``emulated:paper``.
         """
-        if self._closed:
+        if self.closed:
             raise CacheStateError("the session is over: make caches inside `with attach(...)`")
-        if capacity < 0:
-            raise InputError(f"capacity={capacity} is not valid: it must be an integer >= 0")
-        policies = self._policies(policy or "infinigen")
+        if tokens < 0:
+            raise InputError(f"tokens={tokens} is not valid: it must be an integer >= 0")
+        plan = cache_plan(check_policy(policy), self.config, storage or self.storage)
+        speculated = self._speculated(plan.config) if plan.selects else set()
+        local = self._resident_layers(plan.storage, speculated) if plan.selects else set()
+        apart = [spec for spec in self.adapter.layers if not spec.is_sliding]
+        shared = Storage(
+            plan.storage, rate=link_rate, tokens=tokens, layers=len(apart) - len(local)
+        )
         layers: list[OffloadedLayer | DynamicSlidingWindowLayer] = []
         sources: dict[int, list[int]] = {}
-        for spec, made in zip(self.adapter.layers, policies, strict=True):
+        for spec in self.adapter.layers:
             if spec.is_sliding:
                 layers.append(DynamicSlidingWindowLayer(self.model.config.sliding_window))
                 continue
-            layers.append(OffloadedLayer(spec, made, DirectLink(), capacity))
+            selects = spec.index in speculated - local
+            made = self._policy(spec, plan.config) if selects else FullPolicy()
+            pool = shared.local_pool if spec.index in local else shared.pool
+            layers.append(OffloadedLayer(spec, made, pool))
             if spec.index > 0:
                 sources.setdefault(spec.index - 1, []).append(spec.index)
-        return InfiniGenCache(layers, sources, self.config, owner=self)
+        return InfiniGenCache(layers, sources, plan.config, owner=self, storage=shared)
 
     def check_length(self, tokens: int) -> None:
         """Raise `InputError` if the model has fewer positions than ``tokens``."""
@@ -77,33 +105,46 @@ class Session:
                 "shorten the prompt or generate fewer tokens"
             )
 
-    def _policies(self, name: str) -> list[Policy]:
-        if name not in ("infinigen", "full"):
-            raise InputError(f"policy={name!r} is not valid: it must be one of 'infinigen', 'full'")
-        if name == "infinigen" and self._calibration is None:
+    def _speculated(self, config: InfiniGenConfig) -> set[int]:
+        if self._calibration is None:
             raise InputError(
-                "attach(model) without a calibration only makes caches with policy='full'"
+                "attach(model) without a calibration only makes caches with policy='ideal' or "
+                "policy='stream'"
             )
-        return [
-            InfiniGenPolicy(self._rehearsal(spec), self.config)
-            if name == "infinigen" and self._speculates(spec)
-            else FullPolicy()
+        return {
+            spec.index
             for spec in self.adapter.layers
-        ]
+            if not spec.is_sliding and spec.index >= config.first_layer
+        }
 
-    def _speculates(self, spec: LayerSpec) -> bool:
-        return not spec.is_sliding and spec.index >= self.config.first_layer
+    def _resident_layers(self, storage: StorageConfig, speculated: set[int]) -> set[int]:
+        """Layers with full attention that keep all their KV on the device."""
+        full = {spec.index for spec in self.adapter.layers if not spec.is_sliding}
+        wanted = storage.resident_layers
+        if wanted != "auto":
+            unknown = set(wanted) - full
+            if unknown:
+                raise InputError(
+                    f"resident_layers={sorted(wanted)} is not valid: {min(unknown)} is not a layer "
+                    f"with full attention; those are {sorted(full)}"
+                )
+            return set(wanted)
+        if storage.is_local:
+            return set()
+        assert self._calibration is not None
+        return (full - speculated) | (hard_layers(self._calibration.report) & speculated)
 
-    def _rehearsal(self, spec: LayerSpec) -> RehearsalLayer:
+    def _policy(self, spec: LayerSpec, config: InfiniGenConfig) -> InfiniGenPolicy:
         assert self._calibration is not None
         fitted = self._calibration.layers[spec.index]
-        paper = self.config.rehearsal == "paper"
-        return RehearsalLayer(
+        paper = config.rehearsal == "paper"
+        rehearsal = RehearsalLayer(
             predict_query=QueryPredictor(self.adapter, spec.index, None if paper else fitted),
             skew=fitted.skew if paper else None,
             scaling=spec.scaling,
             softcap=spec.softcap,
         )
+        return InfiniGenPolicy(rehearsal, config)
 
     # Hooks.
 
@@ -152,14 +193,14 @@ class Session:
 
     @staticmethod
     def end_forward(decoder: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        """After the decoder ran, or failed."""
+        """After the decoder ran, or failed: then there is no output."""
         cache = _find_cache(kwargs)
         if cache is not None:
-            cache.end_forward()
+            cache.end_forward(finished=output is not None)
 
     def close(self) -> None:
-        """Refuse new caches."""
-        self._closed = True
+        """Refuse new caches, and forwards with those there are."""
+        self.closed = True
 
 
 @contextmanager
@@ -167,6 +208,7 @@ def attach(
     model: PreTrainedModel,
     calibration: Calibration | None = None,
     config: InfiniGenConfig | None = None,
+    storage: StorageConfig | None = None,
 ) -> Iterator[Session]:
     """Let ``model`` use InfiniGen caches inside a ``with`` block; afterwards it is as it was.
 
@@ -177,7 +219,9 @@ def attach(
     calibration
         From `calibrate` or `Calibration.load`; None allows exact attention only.
     config
-        Settings; None for the defaults.
+        Settings of the selection; None for the defaults.
+    storage
+        Where the KV lives and how it moves; None keeps it in memory, on the device.
 
     Yields
     ------
@@ -191,7 +235,7 @@ def attach(
     CalibrationError
         If the calibration belongs to another model.
     """
-    session = Session(model, calibration, config or InfiniGenConfig())
+    session = Session(model, calibration, config or InfiniGenConfig(), storage or StorageConfig())
     if calibration is not None:
         calibration.check_model(session.adapter)
     if model.config._attn_implementation == ATTENTION:
@@ -241,12 +285,11 @@ def _set_attention(model: PreTrainedModel, undo: ExitStack) -> None:
 
 def _add_hooks(session: Session, undo: ExitStack) -> None:
     decoder = session.adapter.decoder
-    handles = [
-        decoder.register_forward_pre_hook(session.begin_forward, with_kwargs=True),
-        decoder.register_forward_hook(session.end_forward, with_kwargs=True, always_call=True),
-    ]
-    for handle in handles:
-        undo.callback(handle.remove)
+    # each on its own line: one that cannot be added must not leave an earlier one behind
+    before = decoder.register_forward_pre_hook(session.begin_forward, with_kwargs=True)
+    undo.callback(before.remove)
+    after = decoder.register_forward_hook(session.end_forward, with_kwargs=True, always_call=True)
+    undo.callback(after.remove)
     for spec in session.adapter.layers:
 
         def hook(

@@ -1,0 +1,107 @@
+"""``infinigen-kv generate``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from infinigen_kv.cli.files import STDIN, check_text, read_text
+from infinigen_kv.cli.loading import calibrated, check_fit, load, read_calibration
+from infinigen_kv.cli.options import JsonOption, ModelOptions, SelectionOptions
+from infinigen_kv.cli.output import percent, print_json, say
+from infinigen_kv.errors import InputError
+
+if TYPE_CHECKING:
+    from infinigen_kv.language_model import Generation
+
+
+def generate(
+    *,
+    prompt: Annotated[
+        str | None,
+        typer.Option("--prompt", metavar="TEXT", help="The prompt.", show_default=False),
+    ] = None,
+    prompt_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--prompt-file",
+            metavar="FILE",
+            help=f"A UTF-8 file that holds the prompt; {STDIN} is stdin.",
+            show_default=False,
+        ),
+    ] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", metavar="N", min=1, help="Tokens to generate.")
+    ] = 128,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")
+    ] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="Attend to the whole cache; needs no calibration.")
+    ] = False,
+    json: JsonOption = False,
+    selection: SelectionOptions,
+    target: ModelOptions,
+) -> None:
+    """Continue a prompt, greedily, and print the text as it comes."""
+    text = _prompt(prompt, prompt_file)
+    if full and selection.given():
+        raise InputError(
+            f"--full attends to the whole cache: leave out {', '.join(selection.given())}"
+        )
+    config = selection.config()
+    given = read_calibration(selection.calibration)
+    loaded = load(target)
+    from transformers import TextStreamer
+
+    from infinigen_kv.language_model import LanguageModel
+
+    tokens = LanguageModel(loaded, None, config).encode(text, chat=chat).shape[1]
+    check_fit(loaded, given, config, tokens + max_new_tokens)
+    made = None if full else calibrated(loaded, given)
+    generation = LanguageModel(loaded, made, config).generate(
+        text,
+        max_new_tokens=max_new_tokens,
+        chat=chat,
+        full=full,
+        streamer=TextStreamer(loaded.tokenizer, skip_prompt=True, skip_special_tokens=True),
+    )
+    say(_summary(generation, full=full))
+    if json:
+        print_json(
+            {
+                "model": target.model,
+                "config": None if full else asdict(config),
+                "text": generation.text,
+                "prompt_tokens": generation.prompt_tokens,
+                "new_tokens": len(generation.token_ids),
+                "fetched_share": 1.0 if full else generation.fetched_share,
+                "seconds": generation.seconds,
+            }
+        )
+
+
+def _prompt(prompt: str | None, prompt_file: Path | None) -> str:
+    if (prompt is None) == (prompt_file is None):
+        raise InputError("give the prompt with either --prompt or --prompt-file")
+    if prompt_file is not None:
+        return read_text(prompt_file, option="--prompt-file")
+    assert prompt is not None
+    return check_text(prompt, option="--prompt")
+
+
+def _summary(generation: Generation, *, full: bool) -> str:
+    share = generation.fetched_share
+    if full:
+        fetched = "full cache"
+    elif share != share:  # NaN: too short a context for any selection
+        fetched = "context too short to select from: attended to everything"
+    else:
+        fetched = f"fetched {percent(share)} of the cache"
+    return (
+        f"{generation.prompt_tokens} prompt tokens, {len(generation.token_ids)} new ones, "
+        f"{fetched}, {generation.seconds:.1f} s"
+    )

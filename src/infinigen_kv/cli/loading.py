@@ -1,0 +1,62 @@
+"""From options to a model and its calibration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from infinigen_kv.cli.options import ModelOptions, parse_dtype
+from infinigen_kv.cli.output import say, waiting
+from infinigen_kv.progress import bar
+
+if TYPE_CHECKING:
+    from infinigen_kv.calibration import Calibration
+    from infinigen_kv.config import InfiniGenConfig
+    from infinigen_kv.models import LoadedModel
+
+
+def load(options: ModelOptions) -> LoadedModel:
+    """Load the model that the user named."""
+    dtype = parse_dtype(options.dtype)
+    with waiting(f"loading {options.model} ..."):
+        from infinigen_kv.models import load_model
+
+        return load_model(
+            options.model,
+            dtype=dtype,
+            device=options.device,
+            trust_remote_code=options.trust_remote_code,
+        )
+
+
+def read_calibration(folder: Path | None) -> Calibration | None:
+    """The artefact that ``--calibration`` names, read before the model is loaded."""
+    if folder is None:
+        return None
+    from infinigen_kv.calibration import Calibration
+
+    return Calibration.load(folder)
+
+
+def calibrated(loaded: LoadedModel, given: Calibration | None) -> Calibration:
+    """``given``, or the model's calibration from the user's cache, made if there is none."""
+    if given is not None:
+        return given
+    from infinigen_kv.calibration import calibrate
+
+    say("calibrating, unless that was done before ...")
+    return calibrate(loaded.model, loaded.tokenizer, progress=bar)
+
+
+def check_fit(
+    loaded: LoadedModel, given: Calibration | None, config: InfiniGenConfig | None, tokens: int
+) -> None:
+    """Raise now what would otherwise surface after minutes of calibrating.
+
+    That is: the model's family is not supported, the calibration belongs to another model, or
+    ``tokens`` exceed its positions.
+    """
+    from infinigen_kv.session import attach
+
+    with attach(loaded.model, given, config) as session:
+        session.check_length(tokens)

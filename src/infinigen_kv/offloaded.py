@@ -1,0 +1,252 @@
+"""One layer of the cache: its pool, its policy, and the attention that joins them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from infinigen_kv.attention import decode_attention, dense_attention, grouped_scores
+from infinigen_kv.policies import Policy
+from infinigen_kv.pool.pool import Pool
+from infinigen_kv.rehearsal.select import Selection, selection_mask
+from infinigen_kv.step import Step
+
+if TYPE_CHECKING:
+    from infinigen_kv.adapters.base import LayerSpec
+
+PoolMaker = Callable[[Tensor, Tensor], Pool]
+"""Makes an empty pool for keys and values like these, ``(B, H_kv, *, D)``."""
+
+
+class OffloadedLayer(CacheLayerMixin):
+    """One layer whose KV lives in a pool and is attended to through a policy."""
+
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, spec: LayerSpec, policy: Policy, make_pool: PoolMaker) -> None:
+        super().__init__()
+        self.spec = spec
+        self.policy = policy
+        self.pool: Pool | None = None
+        self._make_pool = make_pool
+        self._step: Step | None = None
+        self._chosen: Selection | None = None
+
+    @property
+    def rows(self) -> int | None:
+        """Batch rows held, None while empty."""
+        return None if self.pool is None else self.pool.rows
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether tokens can be taken back: not once others were evicted for them."""
+        return self.pool is None or self.pool.positions is None
+
+    # What the engine calls during a forward, in this order.
+
+    def begin(self, step: Step | None) -> None:
+        """Start a forward, or end it with None."""
+        self._step = step
+        self._chosen = None
+
+    def rehearse(self, hidden: Tensor) -> None:
+        """Choose this layer's entries from the previous layer's input and start to move them."""
+        step, pool = self._step, self.pool
+        assert step is not None
+        if pool is None or step.start == 0:
+            return
+        selection = self.policy.rehearse(hidden, step, pool) if step.selecting else None
+        if selection is not None:
+            self._chosen = selection
+            pool.prefetch(selection)
+        elif step.queries == 1:
+            pool.prefetch_all()
+
+    def prefetch_next(self) -> None:
+        """This layer has no predecessor: start to move what the next decode step will want."""
+        step, pool = self._step, self.pool
+        if step is not None and pool is not None and step.queries == 1:
+            pool.prefetch_all()
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the new tokens alone; `attend` stores them and reads the others."""
+        if self.pool is None:
+            self.lazy_initialization(key_states, value_states)
+        return key_states, value_states
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.pool = self._make_pool(key_states, value_states)
+        self.is_initialized = True
+
+    def attend(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor | None,
+        *,
+        scaling: float,
+        softcap: float | None,
+    ) -> Tensor:
+        """Store the new tokens and attend; shapes as in `attention.dense_attention`.
+
+        ``keys`` and ``values`` are those of the new tokens.
+        """
+        assert self._step is not None
+        if self._chosen is not None:
+            return self._attend_selected(query, keys, values, scaling, softcap)
+        return self._attend_all(query, keys, values, mask, scaling, softcap)
+
+    def _attend_selected(
+        self, query: Tensor, keys: Tensor, values: Tensor, scaling: float, softcap: float | None
+    ) -> Tensor:
+        """One query per row, over what was moved and the token itself."""
+        step, pool, selection = self._step, self.pool, self._chosen
+        assert step is not None and pool is not None and selection is not None
+        self._chosen = None
+        moved_keys, moved_values = pool.collect()
+        output = decode_attention(
+            query,
+            torch.cat([moved_keys, keys], dim=2),
+            torch.cat([moved_values, values], dim=2),
+            scaling=scaling,
+            softcap=softcap,
+            visible=_meant_and_own(selection, query.device),
+        )
+        slots = pool.append(keys, values)
+        self.policy.observe(query, keys, step, pool, slots)
+        if step.recorder is not None:
+            step.recorder.record(self.spec.index, step, selection, None)
+        return output
+
+    def _attend_all(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor | None,
+        scaling: float,
+        softcap: float | None,
+    ) -> Tensor:
+        """Exact attention, or a selection for each of several queries as a mask over everything."""
+        step, pool = self._step, self.pool
+        assert step is not None and pool is not None
+        positions = pool.positions
+        all_keys, all_values, slots = pool.extend(keys, values)
+        self.policy.observe(query, keys, step, pool, slots)
+        picked = None
+        if step.selecting and step.queries > 1:
+            picked = self.policy.select(step, pool)
+        if picked is not None:
+            mask = _with_new_tokens(selection_mask(picked, step.start + step.queries), step)
+        elif positions is not None:
+            mask = _mask_of_held(mask, positions, step)
+        if step.recorder is not None:
+            wanted = step.recorder.needs_scores and picked is not None
+            scores = grouped_scores(query, all_keys, scaling, softcap) if wanted else None
+            step.recorder.record(self.spec.index, step, picked, scores)
+        output = dense_attention(
+            query, all_keys, all_values, scaling=scaling, softcap=softcap, mask=mask
+        )
+        if step.queries > 1 and pool.room:
+            pool.warm(self.policy.likely(pool.room, step))
+        return output
+
+    # The interface of a Transformers cache layer.
+
+    def get_seq_length(self) -> int:
+        return 0 if self.pool is None else self.pool.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the newest ``-tokens_to_remove`` tokens; a positive number is the length to
+        keep.
+        """
+        length = self.get_seq_length()
+        keep = tokens_to_remove if tokens_to_remove > 0 else length + tokens_to_remove
+        if keep < length:
+            self.truncate(keep)
+
+    def truncate(self, length: int) -> None:
+        """Forget the tokens from ``length`` on."""
+        if self.pool is None:
+            return
+        self.pool.truncate(length)
+        self.policy.truncate(self.pool.length)
+
+    def reset(self) -> None:
+        if self.pool is not None:
+            self.pool.close()
+        self.pool = None
+        self._chosen = None
+        self.is_initialized = False
+        self.policy.truncate(0)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.pool is not None:
+            rows = self.pool.rows
+            self.batch_select_indices(torch.arange(rows).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.pool is None:
+            return
+        if indices.dtype == torch.bool:
+            indices = indices.nonzero().squeeze(1)
+        if indices.tolist() != list(range(self.pool.rows)):
+            self.pool.take_rows(indices)
+            self.policy.take_rows(indices)
+
+    def offload(self) -> None:
+        """Nothing to do: the home is where the KV lives anyway."""
+
+    def prefetch(self) -> None:
+        """Nothing to do: the rehearsal prefetches."""
+
+
+def _meant_and_own(selection: Selection, device: torch.device) -> Tensor | None:
+    """Columns of moved entries that count, and the query's own: ``(B, 1, 1, n + 1)`` or None."""
+    if selection.counts is None:
+        return None
+    moved = selection.index.shape[-1]
+    places = torch.arange(moved + 1, device=device)
+    visible = (places < selection.counts.to(device)) | (places == moved)
+    return visible[:, None, None, :]
+
+
+def _with_new_tokens(selected: Tensor, step: Step) -> Tensor:
+    """A selection ``(B, H_kv, Q, S)`` and each query's own token."""
+    own = torch.arange(step.start, step.start + step.queries, device=selected.device)
+    return selected.scatter(-1, own[None, None, :, None].expand(*selected.shape[:3], 1), True)
+
+
+def _mask_of_held(mask: Tensor | None, positions: Tensor, step: Step) -> Tensor | None:
+    """The model's mask ``(B, 1, Q, start + Q)`` for the held tokens and the new ones.
+
+    ``positions`` ``(B, S)``: where held tokens stand in it. All of them come before the queries.
+    """
+    if mask is None:
+        if step.queries == 1:
+            return None
+        new = torch.arange(step.queries, device=positions.device)
+        causal = (new <= new[:, None])[None, None]
+        held = torch.ones(1, 1, step.queries, positions.shape[1], dtype=torch.bool)
+        return torch.cat([held.to(causal.device), causal], dim=3)
+    new = torch.arange(step.start, step.start + step.queries).expand(positions.shape[0], -1)
+    columns = torch.cat([positions, new.to(positions.device)], dim=1).to(mask.device)
+    wide = columns[:, None, None, :].expand(-1, mask.shape[1], mask.shape[2], -1)
+    return mask.expand(columns.shape[0], -1, -1, -1).gather(3, wide)

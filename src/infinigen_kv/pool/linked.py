@@ -1,0 +1,264 @@
+"""A pool whose home is apart from the device: entries cross a link, the resident set spares
+some.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from infinigen_kv.link import Link, Transfer
+from infinigen_kv.pool.capped import CappedHome
+from infinigen_kv.pool.packed import FullReading, PackedHome, Reading
+from infinigen_kv.pool.pool import Pool
+from infinigen_kv.pool.resident import Misses, ResidentSet
+from infinigen_kv.pool.slots import Eviction, SlotMap
+from infinigen_kv.rehearsal.select import Selection
+
+RING = 64  # newest tokens that stay on the device, where there is a resident set
+
+
+@dataclass(slots=True)
+class Lookups:
+    """Entries that steps wanted and that were on the device already, since the last reset."""
+
+    wanted: int = 0
+    hits: int = 0
+
+    def reset(self) -> None:
+        """Start to count anew."""
+        self.wanted = self.hits = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Fetch:
+    """Entries under way. ``places`` and ``misses`` where they go through the resident set."""
+
+    reading: Reading | FullReading | None
+    transfer: Transfer | None
+    places: Tensor | None = None
+    misses: Misses | None = None
+
+
+class LinkedPool(Pool):
+    """A packed home, a link and, with a budget, a resident set.
+
+    Parameters
+    ----------
+    home
+        Where all entries are; a `CappedHome` where ``eviction`` is given.
+    link
+        Shared with the other layers.
+    resident
+        Fetched entries to keep per row and head; 0 moves every selected entry, as in the paper.
+    eviction
+        What makes room in a capped home.
+    """
+
+    def __init__(
+        self,
+        home: PackedHome,
+        link: Link,
+        *,
+        resident: int = 0,
+        eviction: Eviction | None = None,
+    ) -> None:
+        self.lookups = Lookups()
+        self._home = home
+        self._link = link
+        self._budget = resident
+        self._resident: ResidentSet | None = None
+        self._fetch: _Fetch | None = None
+        self._maps: list[SlotMap] | None = None
+        if eviction is not None:
+            assert isinstance(home, CappedHome)
+            self._maps = [SlotMap(home.capacity, eviction) for _ in range(home.rows)]
+
+    @property
+    def rows(self) -> int:
+        return self._home.rows
+
+    @property
+    def length(self) -> int:
+        return self._home.length if self._maps is None else self._maps[0].tokens_seen
+
+    @property
+    def home_bytes(self) -> int:
+        return self._home.nbytes
+
+    @property
+    def device_bytes(self) -> int:
+        kept = 0 if self._resident is None else self._resident.nbytes
+        return kept + self._home.side_bytes
+
+    @property
+    def room(self) -> int:
+        return self._budget
+
+    @property
+    def positions(self) -> Tensor | None:
+        if self._maps is None or self._maps[0].tokens_seen == self._maps[0].length:
+            return None
+        return torch.from_numpy(np.stack([each.positions for each in self._maps]))
+
+    def append(self, keys: Tensor, values: Tensor) -> Tensor | None:
+        count = keys.shape[2]
+        slots = None
+        if self._maps is None:
+            self._home.append(keys, values)
+        else:
+            slots = torch.from_numpy(np.stack([each.add(count) for each in self._maps]))
+            assert isinstance(self._home, CappedHome)
+            self._home.write(slots, keys, values)
+        entry = self._home.store.entry_bytes
+        self._link.sent(keys.shape[0] * keys.shape[1] * count * entry)
+        if self._budget:
+            self._keep_new(slots, keys, values)
+        return slots
+
+    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        if self.length == 0:
+            return keys, values, self.append(keys, values)
+        old_keys, old_values = self._collect_all()
+        slots = self.append(keys, values)
+        return (
+            torch.cat([old_keys, keys], dim=2),
+            torch.cat([old_values, values], dim=2),
+            slots,
+        )
+
+    def prefetch(self, selection: Selection) -> None:
+        slots = selection.index.squeeze(2)
+        meant, wanted = self._meant(selection)
+        self.lookups.wanted += wanted
+        if self._maps is not None:
+            self._touch(slots, meant)
+        if self._resident is None or slots.shape[2] > self._budget:
+            self._fetch = self._start(slots, wanted)
+            return
+        self._resident.reserve(self._home.length)
+        places, misses = self._resident.look_up(slots, meant)
+        missed = 0 if misses is None else misses.count
+        self.lookups.hits += wanted - missed
+        started = _Fetch(None, None) if misses is None else self._start(misses.slots, missed)
+        self._fetch = _Fetch(started.reading, started.transfer, places, misses)
+
+    def collect(self) -> tuple[Tensor, Tensor]:
+        fetch, self._fetch = self._fetch, None
+        assert fetch is not None
+        if fetch.places is None:
+            return self._finish(fetch)
+        assert self._resident is not None
+        if fetch.misses is not None:
+            self._resident.fill(fetch.misses, *self._finish(fetch))
+        return self._resident.gather(fetch.places)
+
+    def prefetch_all(self) -> None:
+        if self._fetch is None and self.length:
+            self._fetch = self._start_all()
+
+    def all(self) -> tuple[Tensor, Tensor]:
+        return self._finish(self._start_all())
+
+    def discard(self) -> None:
+        fetch, self._fetch = self._fetch, None
+        if fetch is not None and fetch.transfer is not None:
+            fetch.transfer.wait()
+            if fetch.misses is not None and self._resident is not None:
+                self._resident.forget(fetch.misses)
+
+    def warm(self, slots: Tensor) -> None:
+        if self._budget == 0 or slots.shape[2] == 0:
+            return
+        keys, values = self._home.gather(slots)
+        resident = self._resident_set(keys, values)
+        resident.reserve(self._home.length)
+        resident.warm(slots, keys, values)
+
+    def truncate(self, length: int) -> None:
+        self.discard()
+        if self._maps is not None:
+            for each in self._maps:
+                each.truncate(length)
+        self._home.truncate(length)
+        if self._resident is not None:
+            self._resident.truncate(length)
+
+    def take_rows(self, index: Tensor) -> None:
+        self.discard()
+        self._home.take_rows(index)
+        if self._resident is not None:
+            self._resident.take_rows(index)
+        if self._maps is not None:
+            self._maps = [self._maps[row].copy() for row in index.tolist()]
+
+    def close(self) -> None:
+        self._fetch = None
+        self._home.close()
+
+    # Parts of the above.
+
+    def _collect_all(self) -> tuple[Tensor, Tensor]:
+        fetch, self._fetch = self._fetch, None
+        if fetch is None or not isinstance(fetch.reading, FullReading) or fetch.places is not None:
+            fetch = self._start_all()
+        return self._finish(fetch)
+
+    def _start(self, slots: Tensor, entries: int) -> _Fetch:
+        stored = self._home.stored_length
+        in_tail = self._home.length - stored
+        reading = self._home.prepare(slots, all_stored=not in_tail)
+        if reading.slots.shape[2] == 0:
+            return _Fetch(reading, None)
+        if in_tail and reading.overlay is not None:
+            entries = max(0, entries - int(reading.overlay.mask.sum()))
+        return _Fetch(reading, self._link.fetch(self._home.store, reading.slots, entries))
+
+    def _start_all(self) -> _Fetch:
+        reading = self._home.prepare_all()
+        if reading.slots is None:
+            return _Fetch(reading, self._link.fetch_all(self._home.store))
+        entries = reading.slots.numel()
+        return _Fetch(reading, self._link.fetch(self._home.store, reading.slots, entries))
+
+    @staticmethod
+    def _finish(fetch: _Fetch) -> tuple[Tensor, Tensor]:
+        assert fetch.reading is not None
+        entries = torch.empty(0) if fetch.transfer is None else fetch.transfer.wait()
+        return fetch.reading.decode(entries)
+
+    def _meant(self, selection: Selection) -> tuple[Tensor | None, int]:
+        """Which columns of a selection count, ``(B, 1, n)``, and how many entries that makes."""
+        heads, columns = selection.index.shape[1], selection.index.shape[3]
+        if selection.counts is None:
+            return None, self.rows * heads * columns
+        order = torch.arange(columns, device=selection.index.device)
+        counts = selection.counts.to(order.device)
+        return (order < counts)[:, None], int(counts.sum()) * heads
+
+    def _touch(self, slots: Tensor, meant: Tensor | None) -> None:
+        assert self._maps is not None
+        for row, slot_map in enumerate(self._maps):
+            wanted = slots[row] if meant is None else slots[row][meant[row].expand_as(slots[row])]
+            slot_map.touch(wanted.reshape(-1).cpu().numpy())
+
+    def _keep_new(self, slots: Tensor | None, keys: Tensor, values: Tensor) -> None:
+        count = min(keys.shape[2], RING)
+        keys, values = keys[:, :, -count:], values[:, :, -count:]
+        resident = self._resident_set(keys, values)
+        resident.reserve(self._home.length)
+        if slots is None:
+            newest = torch.arange(self._home.length - count, self._home.length, device=keys.device)
+            resident.add_new(newest.expand(self.rows, -1), keys, values)
+        else:
+            resident.add_new(slots[:, -count:].to(keys.device), keys, values)
+
+    def _resident_set(self, keys: Tensor, values: Tensor) -> ResidentSet:
+        if self._resident is None:
+            self._resident = ResidentSet(
+                keys, values, budget=self._budget, ring=RING, capacity=self._home.length
+            )
+        return self._resident

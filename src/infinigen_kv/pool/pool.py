@@ -1,0 +1,144 @@
+"""A pool joins the home, the link and the resident set of one layer of one cache."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+
+from infinigen_kv.pool.home import RamHome
+from infinigen_kv.rehearsal.select import Selection
+
+
+class Pool(ABC):
+    """KV of one layer of one cache, as its attention sees it.
+
+    A decode step that selects calls `prefetch`, `collect` and `append`; one that needs everything
+    calls `prefetch_all` (optional, ahead of time) and `extend`.
+    """
+
+    @property
+    @abstractmethod
+    def rows(self) -> int:
+        """Batch rows."""
+
+    @property
+    @abstractmethod
+    def length(self) -> int:
+        """Tokens seen: where the next one's position starts. Evicted tokens count."""
+
+    @property
+    @abstractmethod
+    def home_bytes(self) -> int:
+        """Bytes reserved in the home."""
+
+    @property
+    @abstractmethod
+    def device_bytes(self) -> int:
+        """Bytes of KV kept on the device."""
+
+    @property
+    def positions(self) -> Tensor | None:
+        """``(B, slots)`` position of the token in each slot; None while slot t holds token t."""
+        return None
+
+    @abstractmethod
+    def append(self, keys: Tensor, values: Tensor) -> Tensor | None:
+        """Add tokens, ``(B, H_kv, Q, D)`` each.
+
+        Returns their slots ``(B, Q)``, -1 for tokens dropped at once; None where slots are
+        positions.
+        """
+
+    @abstractmethod
+    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Add tokens, and return all keys and values with the new ones last, and their slots.
+
+        Not to be kept or written to. With evictions the others are those that were held before.
+        """
+
+    @abstractmethod
+    def prefetch(self, selection: Selection) -> None:
+        """Start to move a step's entries; ``selection.index`` ``(B, H_kv, 1, n)`` are slots."""
+
+    @abstractmethod
+    def collect(self) -> tuple[Tensor, Tensor]:
+        """Keys and values ``(B, H_kv, n, D)`` of what `prefetch` started to move."""
+
+    def prefetch_all(self) -> None:
+        """Start to move everything."""
+
+    @abstractmethod
+    def all(self) -> tuple[Tensor, Tensor]:
+        """All keys and values held, in the order of slots; not to be kept or written to."""
+
+    def discard(self) -> None:
+        """Forget what was started and will not be collected."""
+
+    def warm(self, slots: Tensor) -> None:
+        """Keep these slots ``(B, H_kv, n)`` on the device if there is room: a hint."""
+
+    @property
+    def room(self) -> int:
+        """Fetched entries per head that the device can keep; 0 where that is no question."""
+        return 0
+
+    @abstractmethod
+    def truncate(self, length: int) -> None:
+        """Forget the tokens from position ``length`` on."""
+
+    @abstractmethod
+    def take_rows(self, index: Tensor) -> None:
+        """Become the batch rows ``index`` ``(n,)``, repeats allowed."""
+
+    def close(self) -> None:
+        """Release what is held outside of memory; may be called twice."""
+
+
+class LocalPool(Pool):
+    """Home and device are the same memory: nothing moves, entries are gathered where they are."""
+
+    def __init__(self, keys: Tensor, values: Tensor, tokens: int = 0) -> None:
+        """Reserve ``tokens`` tokens for keys and values like these, ``(B, H_kv, *, D)``."""
+        self._home = RamHome(keys, values, tokens)
+        self._wanted: Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        return self._home.rows
+
+    @property
+    def length(self) -> int:
+        return self._home.length
+
+    @property
+    def home_bytes(self) -> int:
+        return 0
+
+    @property
+    def device_bytes(self) -> int:
+        return self._home.nbytes
+
+    def append(self, keys: Tensor, values: Tensor) -> Tensor | None:
+        self._home.append(keys, values)
+        return None
+
+    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        self._home.append(keys, values)
+        return *self._home.all(), None
+
+    def prefetch(self, selection: Selection) -> None:
+        self._wanted = selection.index.squeeze(2)
+
+    def collect(self) -> tuple[Tensor, Tensor]:
+        assert self._wanted is not None
+        return self._home.gather(self._wanted)
+
+    def all(self) -> tuple[Tensor, Tensor]:
+        return self._home.all()
+
+    def truncate(self, length: int) -> None:
+        self._home.truncate(length)
+
+    def take_rows(self, index: Tensor) -> None:
+        self._home.take_rows(index)

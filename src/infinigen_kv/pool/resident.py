@@ -1,0 +1,208 @@
+"""The resident set: entries of recent steps that stay on the device and need not move again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Misses:
+    """Entries that a step wants and the resident set lacks.
+
+    ``slots`` and ``places`` are ``(B, H_kv, m)``: what to fetch, and where it goes. Heads that miss
+    fewer than m entries are filled up with slot 0 and a place that nobody reads; ``count`` is the
+    number of real ones.
+    """
+
+    slots: Tensor
+    places: Tensor
+    count: int
+
+
+class ResidentSet:
+    """Device-side store of one layer's entries, per row and KV head, least recently used out first.
+
+    Places 0 to ``budget - 1`` hold fetched entries; ``ring`` more hold the newest tokens, which the
+    device has made itself, each until ``ring`` newer ones have come; one last place, ``nobody``,
+    absorbs writes that are not meant and stands for "not here" in the map from slots to places.
+
+    Parameters
+    ----------
+    keys, values
+        Tensors like the entries' keys and values, ``(B, H_kv, *, D)``.
+    budget, ring
+        Fetched entries and newest tokens to keep per row and head, at least 1 each.
+    capacity
+        Slots to make room for in the map; see `reserve`.
+    """
+
+    def __init__(
+        self, keys: Tensor, values: Tensor, *, budget: int, ring: int, capacity: int = 0
+    ) -> None:
+        rows, heads = keys.shape[:2]
+        self.budget = budget
+        self.ring = ring
+        self.nobody = budget + ring
+        places = self.nobody + 1
+        self._keys = keys.new_zeros(rows, heads, places, keys.shape[3])
+        self._values = values.new_zeros(rows, heads, places, values.shape[3])
+        self._place_of = _numbers((rows, heads, capacity + 1), self.nobody, keys.device)
+        self._slot_of = _numbers((rows, heads, places), -1, keys.device)
+        self._used = _numbers((rows, heads, places), 0, keys.device)  # only read below `budget`
+        self._clock = 0
+        self._newest = 0
+        self._head_offsets = _head_offsets(rows, heads, places, keys.device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device, the maps included."""
+        return sum(
+            tensor.nbytes
+            for tensor in (self._keys, self._values, self._place_of, self._slot_of, self._used)
+        )
+
+    def reserve(self, slots: int) -> None:
+        """Make room for slots below ``slots``, and a spare column, in the map; before they are
+        used.
+        """
+        rows, heads, columns = self._place_of.shape
+        if slots + 1 > columns:
+            grown = self._place_of.new_full(
+                (rows, heads, max(slots + 1, columns * 3 // 2)), self.nobody
+            )
+            grown[..., : columns - 1] = self._place_of[..., :-1]
+            self._place_of = grown
+
+    def look_up(self, slots: Tensor, meant: Tensor | None) -> tuple[Tensor, Misses | None]:
+        """Find a step's entries, and make room for those that are not here.
+
+        Parameters
+        ----------
+        slots
+            ``(B, H_kv, n)``, distinct within a head and no more than ``budget``.
+        meant
+            Boolean, broadcastable to ``slots``: False for those that do not count; None for all.
+
+        Returns
+        -------
+        places
+            ``(B, H_kv, n)``: where each entry is, or will be once `fill` was given the misses.
+        misses
+            None if everything is here.
+        """
+        self._clock += 1
+        places = self._place_of.gather(2, slots)
+        self._used.scatter_(2, places, self._clock)
+        missing = places == self.nobody
+        if meant is not None:
+            missing &= meant
+        per_head = missing.sum(dim=2)
+        most = int(per_head.max())
+        if most == 0:
+            return places, None
+        misses = self._admit(slots, missing, per_head, most)
+        return self._place_of.gather(2, slots), misses
+
+    def fill(self, misses: Misses, keys: Tensor, values: Tensor) -> None:
+        """Store fetched entries ``(B, H_kv, m, D)`` in the places that `look_up` made for them."""
+        self._put(misses.places, keys, values)
+
+    def forget(self, misses: Misses) -> None:
+        """Undo what `look_up` did for entries that will not come."""
+        slots = self._slot_of.gather(2, misses.places)
+        self._set_place(slots, torch.full_like(slots, self.nobody))
+        self._slot_of.scatter_(2, misses.places, -1)
+        self._used.scatter_(2, misses.places, 0)
+
+    def gather(self, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values ``(B, H_kv, n, D)`` of places ``(B, H_kv, n)``."""
+        flat = (places + self._head_offsets).view(-1)
+        rows, heads, count = places.shape
+        keys = self._keys.flatten(0, 2).index_select(0, flat)
+        values = self._values.flatten(0, 2).index_select(0, flat)
+        return keys.view(rows, heads, count, -1), values.view(rows, heads, count, -1)
+
+    def add_new(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Keep tokens that the device has just made; only the newest ``ring`` of them stay.
+
+        ``slots`` ``(B, Q)``, ``keys`` and ``values`` ``(B, H_kv, Q, D)``.
+        """
+        count = min(slots.shape[1], self.ring)
+        slots, keys, values = slots[:, -count:], keys[:, :, -count:], values[:, :, -count:]
+        ring = (torch.arange(count, device=slots.device) + self._newest) % self.ring
+        places = (ring + self.budget).expand(*keys.shape[:2], count)
+        self._newest = (self._newest + count) % self.ring
+        slots = slots[:, None].expand_as(places)
+        # a slot that is written anew may still have its former token here
+        self._slot_of.scatter_(2, self._place_of.gather(2, slots), -1)
+        self._move_in(slots, places)
+        self._put(places, keys, values)
+
+    def warm(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Start over with these fetched entries: slots ``(B, H_kv, n)``, n up to ``budget``."""
+        self._slot_of[..., : self.budget] = -1
+        self._used.zero_()
+        self._place_of.fill_(self.nobody)
+        newest = self._slot_of[..., self.budget : self.nobody].contiguous()
+        ring = torch.arange(self.budget, self.nobody, device=slots.device).expand_as(newest)
+        self._set_place(newest, ring)
+        places = torch.arange(slots.shape[2], device=slots.device).expand_as(slots)
+        in_ring = self._place_of.gather(2, slots) != self.nobody
+        self._move_in(slots.masked_fill(in_ring, -1), places.masked_fill(in_ring, self.nobody))
+        self._put(places, keys, values)
+
+    def truncate(self, length: int) -> None:
+        """Forget the slots from ``length`` on."""
+        self._place_of[..., length:] = self.nobody
+        stale = self._slot_of >= length
+        self._slot_of.masked_fill_(stale, -1)
+        self._used.masked_fill_(stale, 0)
+
+    def take_rows(self, index: Tensor) -> None:
+        """Become the batch rows ``index`` ``(n,)``, repeats allowed."""
+        for name in ("_keys", "_values", "_place_of", "_slot_of", "_used"):
+            setattr(self, name, getattr(self, name)[index])
+        rows, heads, places = self._slot_of.shape
+        self._head_offsets = _head_offsets(rows, heads, places, index.device)
+
+    def _admit(self, slots: Tensor, missing: Tensor, per_head: Tensor, most: int) -> Misses:
+        """Give the missing slots the places that were used longest ago."""
+        columns = missing.to(torch.uint8).topk(most, dim=2).indices
+        wanted = slots.gather(2, columns)
+        real = torch.arange(most, device=slots.device) < per_head.unsqueeze(2)
+        victims = self._used[..., : self.budget].topk(most, dim=2, largest=False).indices
+        places = victims.where(real, self.nobody)
+        self._used.scatter_(2, victims, self._used.gather(2, victims).where(~real, self._clock))
+        self._move_in(wanted.where(real, -1), places)
+        return Misses(wanted.where(real, 0), places, int(per_head.sum()))
+
+    def _move_in(self, slots: Tensor, places: Tensor) -> None:
+        """Point slots at places and back; who was there before is not here any more.
+
+        ``slots`` of -1 go to the place ``nobody`` and change nothing that is read.
+        """
+        former = self._slot_of.gather(2, places)
+        self._set_place(former, torch.full_like(former, self.nobody))
+        self._slot_of.scatter_(2, places, slots)
+        self._set_place(slots, places)
+
+    def _set_place(self, slots: Tensor, places: Tensor) -> None:
+        """``place_of[slots] = places`` for real slots; -1 are skipped."""
+        spare = self._place_of.shape[2] - 1  # one column more than slots, see `reserve`
+        self._place_of.scatter_(2, slots.where(slots >= 0, spare), places)
+
+    def _put(self, places: Tensor, keys: Tensor, values: Tensor) -> None:
+        flat = (places + self._head_offsets).reshape(-1)
+        self._keys.view(-1, self._keys.shape[3])[flat] = keys.reshape(-1, keys.shape[3])
+        self._values.view(-1, self._values.shape[3])[flat] = values.reshape(-1, values.shape[3])
+
+
+def _numbers(shape: tuple[int, int, int], value: int, device: torch.device) -> Tensor:
+    return torch.full(shape, value, dtype=torch.long, device=device)
+
+
+def _head_offsets(rows: int, heads: int, places: int, device: torch.device) -> Tensor:
+    return (torch.arange(rows * heads, device=device) * places).view(rows, heads, 1)

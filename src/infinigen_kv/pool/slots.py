@@ -1,0 +1,206 @@
+"""Which token lives in which slot of a limited pool, and which one makes room.
+
+Bookkeeping of one batch row in one layer, without tensors. Key, value and partial key of a token
+share its slot, so a pool, a partial key cache and a resident set that follow the same map agree.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from infinigen_kv.errors import CacheStateError, InputError
+
+Eviction = Literal["fifo", "lru", "counter"]
+EVICTIONS: tuple[Eviction, ...] = get_args(Eviction)
+SMALLEST_CAPACITY = 2  # tokens; with one slot the token just written would be the next victim
+SATURATED = 255  # a counter has 8 bits
+
+_SCORE = 1 << 32  # a rank is score * 2^32 + position, so that its minimum breaks ties by age
+_LAST = np.iinfo(np.int64).max
+_FIRST_RESERVE = 256
+
+Slots = NDArray[np.int64]
+
+
+class SlotMap:
+    """Slots of at most ``capacity`` tokens; a new token takes its victim's slot once all are used.
+
+    ``fifo`` evicts the oldest token and ``lru`` the one whose last use is oldest; written counts
+    as used, and tokens used in the same step go oldest first. ``counter`` evicts the token fetched
+    in the fewest steps, the oldest of several, with 8-bit counters that are all halved when one
+    saturates (InfiniGen, OSDI 2024, section 4.4).
+
+    Two rules protect new tokens. The newest one is never a victim while there is another. And a
+    token inherits its victim's counter, so that it starts level with the least wanted token rather
+    than below all others: starting at 0, tokens written to a pool in steady use would only ever
+    evict one another.
+
+    Parameters
+    ----------
+    capacity
+        Slots, at least 2; None for as many as there are tokens.
+    eviction
+        ``"fifo"``, ``"lru"`` or ``"counter"``.
+
+    Raises
+    ------
+    InputError
+        For another capacity or eviction.
+    """
+
+    def __init__(self, capacity: int | None, eviction: Eviction = "counter") -> None:
+        if capacity is not None and capacity < SMALLEST_CAPACITY:
+            raise InputError(
+                f"capacity is {capacity}: allowed are whole numbers of at least "
+                f"{SMALLEST_CAPACITY} tokens, or None for no limit"
+            )
+        if eviction not in EVICTIONS:
+            raise InputError(f"eviction is {eviction!r}: allowed are {', '.join(EVICTIONS)}")
+        self.capacity = capacity
+        self.eviction = eviction
+        self.length = 0
+        self.tokens_seen = 0
+        reserve = min(_FIRST_RESERVE, capacity or _FIRST_RESERVE)
+        self._positions: Slots = np.empty(reserve, np.int64)
+        self._ranks: Slots = np.empty(reserve, np.int64)  # the least is the next victim
+        self._newest = -1  # slot of the token written last
+        self._clock = 0  # of lru: one tick per write or step
+        self._most_counted = 0  # of counter: no counter is above
+
+    @property
+    def positions(self) -> Slots:
+        """Logical position of the token in each slot, ``(length,)``; not to be written to."""
+        return self._positions[: self.length]
+
+    @property
+    def counts(self) -> Slots:
+        """Counter of each slot, ``(length,)``; all 0 unless the eviction is ``counter``."""
+        scores = self._ranks[: self.length] >> 32
+        return scores if self.eviction == "counter" else np.zeros_like(scores)
+
+    def add(self, count: int) -> Slots:
+        """Give slots to the next ``count`` tokens.
+
+        The tokens of one call do not evict one another, unless there are more than fit: then the
+        first of them get no slot.
+
+        Returns
+        -------
+        numpy.ndarray
+            ``(count,)`` slots in the order of the tokens, no slot twice; -1 for a token that is
+            dropped at once.
+        """
+        if count < 0:
+            raise InputError(f"count is {count}: allowed are 0 and more tokens")
+        dropped = 0 if self.capacity is None else max(0, count - self.capacity)
+        kept = count - dropped
+        free = kept if self.capacity is None else min(kept, self.capacity - self.length)
+        victims = self._victims(kept - free)
+        self._reserve(self.length + free)
+        fresh = np.arange(self.length, self.length + free, dtype=np.int64)
+        self._ranks[fresh] = 0
+        self.length += free
+        self.tokens_seen += count
+        slots = np.concatenate([fresh, victims]) if free else victims
+        if kept:
+            self._write(slots)
+        if not dropped:
+            return slots
+        return np.concatenate([np.full(dropped, -1, np.int64), slots])
+
+    def touch(self, slots: Slots) -> None:
+        """Note that the tokens in ``slots`` were fetched in this step.
+
+        Call once a step, with what all heads fetched: a slot that appears twice counts once.
+
+        Raises
+        ------
+        InputError
+            Where a slot is not in use.
+        """
+        slots = np.ascontiguousarray(slots, dtype=np.int64).reshape(-1)
+        if slots.size == 0:
+            return
+        if slots.view(np.uint64).max() >= self.length:  # negative ones are huge
+            raise InputError(
+                f"slots from {slots.min()} to {slots.max()} were touched: allowed are those in "
+                f"use, 0 to {self.length - 1}"
+            )
+        if self.eviction == "lru":
+            self._clock += 1
+            self._ranks[slots] = self._positions[slots] + self._clock * _SCORE
+        elif self.eviction == "counter":
+            self._ranks[slots] += _SCORE
+            self._most_counted += 1
+            if self._most_counted >= SATURATED:
+                self._halve_if_saturated()
+
+    def truncate(self, tokens_seen: int) -> None:
+        """Forget the tokens from position ``tokens_seen`` on; more than there are forgets none.
+
+        Raises
+        ------
+        CacheStateError
+            Where tokens were evicted: those that had to go for the forgotten ones are lost. All
+            tokens can always be forgotten.
+        """
+        tokens_seen = max(0, tokens_seen)
+        if tokens_seen >= self.tokens_seen:
+            return
+        evicted = self.tokens_seen - self.length
+        if evicted and tokens_seen:
+            raise CacheStateError(
+                f"cannot go back from {self.tokens_seen} to {tokens_seen} tokens, since {evicted} "
+                f"were evicted at a capacity of {self.capacity}: start again with an empty cache, "
+                "or set no capacity"
+            )
+        self.length = self.tokens_seen = tokens_seen
+        self._newest = tokens_seen - 1
+
+    def copy(self) -> SlotMap:
+        """An independent map in the same state, for a row that is repeated."""
+        other = SlotMap(self.capacity, self.eviction)
+        other.__dict__.update(self.__dict__)
+        other._positions = self._positions.copy()
+        other._ranks = self._ranks.copy()
+        return other
+
+    def _victims(self, count: int) -> Slots:
+        """The ``count`` slots to overwrite, the first victim first."""
+        if count <= 0:
+            return np.empty(0, np.int64)
+        ranks = self._ranks[: self.length]
+        newest = ranks[self._newest]
+        ranks[self._newest] = _LAST
+        victims = np.argsort(ranks)[:count] if count > 1 else np.array([ranks.argmin()])
+        ranks[self._newest] = newest
+        return victims
+
+    def _write(self, slots: Slots) -> None:
+        """The newest ``len(slots)`` tokens now live in ``slots``."""
+        positions = np.arange(self.tokens_seen - len(slots), self.tokens_seen, dtype=np.int64)
+        self._positions[slots] = positions
+        if self.eviction == "counter":
+            positions += self._ranks[slots] & -_SCORE
+        elif self.eviction == "lru":
+            self._clock += 1
+            positions += self._clock * _SCORE
+        self._ranks[slots] = positions
+        self._newest = int(slots[-1])
+
+    def _halve_if_saturated(self) -> None:
+        ranks = self._ranks[: self.length]
+        self._most_counted = int(ranks.max()) >> 32
+        if self._most_counted >= SATURATED:
+            ranks[:] = (ranks >> 33) * _SCORE + self._positions[: self.length]
+            self._most_counted >>= 1
+
+    def _reserve(self, tokens: int) -> None:
+        if tokens <= len(self._ranks):
+            return
+        more = max(tokens, len(self._ranks) * 3 // 2) - len(self._ranks)
+        self._positions = np.concatenate([self._positions, np.empty(more, np.int64)])
+        self._ranks = np.concatenate([self._ranks, np.empty(more, np.int64)])

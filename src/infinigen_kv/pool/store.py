@@ -1,0 +1,136 @@
+"""Stores: packed entries as rows of bytes, without any idea of what they mean.
+
+A codec (`pool.codec`) packs the key and value of one token and KV head into E bytes. A store keeps
+``(B, H_kv, T, E)`` of them and is all that a link reads from and writes to.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from infinigen_kv.pool.buffer import TokenBuffer
+
+
+class PendingRead(Protocol):
+    """Entries on their way out of a store."""
+
+    def wait(self) -> Tensor:
+        """``(B, H_kv, n, E)`` uint8, once they are here."""
+
+
+class Store(Protocol):
+    """Packed entries of one layer of one cache; a token's slot is the same in all heads."""
+
+    @property
+    def rows(self) -> int:
+        """Batch rows B."""
+
+    @property
+    def heads(self) -> int:
+        """KV heads H_kv."""
+
+    @property
+    def entry_bytes(self) -> int:
+        """E."""
+
+    @property
+    def length(self) -> int:
+        """Slots in use per row."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes reserved where the store lives."""
+
+    def append(self, entries: Tensor) -> None:
+        """Add tokens: ``(B, H_kv, Q, E)`` uint8."""
+
+    def write(self, slots: Tensor, entries: Tensor) -> None:
+        """Overwrite slots ``(B, Q)`` with ``(B, H_kv, Q, E)``; a slot of -1 is skipped."""
+
+    def read(self, slots: Tensor) -> Tensor:
+        """Entries ``(B, H_kv, n, E)`` of the slots ``(B, H_kv, n)``; waits for them."""
+
+    def read_all(self) -> Tensor:
+        """All entries ``(B, H_kv, T, E)``; waits for them. Not to be kept or written to."""
+
+    def start_read(self, slots: Tensor) -> PendingRead:
+        """As `read`, without waiting: returns what the slots hold now."""
+
+    def start_read_all(self) -> PendingRead:
+        """As `read_all`, without waiting: returns what the store holds now."""
+
+    def truncate(self, length: int) -> None:
+        """Forget the slots from ``length`` on."""
+
+    def take_rows(self, index: Tensor) -> None:
+        """Become the batch rows ``index`` ``(n,)``, repeats allowed."""
+
+    def close(self) -> None:
+        """Release what the store holds outside of memory; may be called twice."""
+
+
+class RamStore:
+    """Packed entries in host memory."""
+
+    def __init__(self, rows: int, heads: int, entry_bytes: int, capacity: int = 0) -> None:
+        self.heads = heads
+        self.entry_bytes = entry_bytes
+        self._buffer = TokenBuffer(
+            rows,
+            heads,
+            entry_bytes,
+            dtype=torch.uint8,
+            device=torch.device("cpu"),
+            capacity=capacity,
+        )
+
+    @property
+    def rows(self) -> int:
+        return self._buffer.rows
+
+    @property
+    def length(self) -> int:
+        return self._buffer.length
+
+    @property
+    def nbytes(self) -> int:
+        return self._buffer.nbytes
+
+    def append(self, entries: Tensor) -> None:
+        self._buffer.extend(entries.shape[2]).copy_(entries)
+
+    def write(self, slots: Tensor, entries: Tensor) -> None:
+        self._buffer.write(slots, entries)
+
+    def read(self, slots: Tensor) -> Tensor:
+        return self._buffer.gather(slots)
+
+    def read_all(self) -> Tensor:
+        return self._buffer.view()
+
+    def start_read(self, slots: Tensor) -> PendingRead:
+        return _Ready(self.read(slots))
+
+    def start_read_all(self) -> PendingRead:
+        return _Ready(self.read_all().clone())  # what is appended or overwritten later is not in it
+
+    def truncate(self, length: int) -> None:
+        self._buffer.truncate(length)
+
+    def take_rows(self, index: Tensor) -> None:
+        self._buffer.take_rows(index)
+
+    def close(self) -> None:
+        """Nothing is held outside of memory."""
+
+
+class _Ready(NamedTuple):
+    """A read from memory, which is over when it has started."""
+
+    entries: Tensor
+
+    def wait(self) -> Tensor:
+        return self.entries

@@ -1,0 +1,252 @@
+"""Where a cache's KV lives and how it moves: settings, and what one cache builds from them."""
+
+from __future__ import annotations
+
+import math
+import re
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+
+from infinigen_kv.errors import InputError
+from infinigen_kv.link import Link, LinkSpec, Pace
+from infinigen_kv.pool.capped import CappedHome
+from infinigen_kv.pool.codec import CODECS, codec_by_name
+from infinigen_kv.pool.disk import DiskStore
+from infinigen_kv.pool.disk_file import DiskFile
+from infinigen_kv.pool.linked import LinkedPool
+from infinigen_kv.pool.packed import PackedHome
+from infinigen_kv.pool.pool import LocalPool, Pool
+from infinigen_kv.pool.slots import EVICTIONS, SMALLEST_CAPACITY, Eviction
+from infinigen_kv.pool.store import RamStore, Store
+
+HARD_TO_PREDICT = 0.5  # share of a query's power that the prediction misses
+UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+@dataclass(frozen=True, slots=True)
+class StorageConfig:
+    """Home, link, codec, capacity and resident set.
+
+    Parameters
+    ----------
+    home
+        ``ram`` or ``disk``.
+    home_dir
+        Folder of a disk home's file; None for the temporary folder.
+    link
+        ``none`` (as fast as the machine), ``emulated:<GB/s>[,<latency us>]`` or ``emulated:paper``.
+    codec
+        ``none``, ``int8`` or ``int4``: how entries are packed at home.
+    capacity
+        Limit of the home in tokens per row (an int), or as a share of the tokens that the cache is
+        made for (a float in (0, 1]); None for no limit.
+    evict
+        ``counter``, ``lru`` or ``fifo``: who makes room at the limit.
+    resident
+        Resident set: a float in [0, 1] is a share of the tokens that the cache is made for, an int
+        is bytes for all layers. None means 0.2 where entries cross an emulated link or come from
+        disk, else 0.
+    resident_layers
+        Layers kept on the device whole and attended to in full: ``auto`` for those that are not
+        rehearsed and those that calibration found hard to predict, or indices.
+    queue_depth
+        Reads in flight for a disk home.
+
+    Raises
+    ------
+    InputError
+        If a value is outside its range.
+    """
+
+    home: Literal["ram", "disk"] = "ram"
+    home_dir: Path | None = None
+    link: str = "none"
+    codec: str = "none"
+    capacity: int | float | None = None
+    evict: Eviction = "counter"
+    resident: int | float | None = None
+    resident_layers: Literal["auto"] | tuple[int, ...] = "auto"
+    queue_depth: int = 8
+
+    def __post_init__(self) -> None:
+        _one_of("home", self.home, ("ram", "disk"))
+        _one_of("codec", self.codec, CODECS)
+        _one_of("evict", self.evict, EVICTIONS)
+        LinkSpec.parse(self.link)
+        _number("capacity", self.capacity, SMALLEST_CAPACITY, "(0, 1]", zero=False)
+        _number("resident", self.resident, 0, "[0, 1]", zero=True)
+        if not isinstance(self.queue_depth, int) or self.queue_depth < 1:
+            raise InputError(f"queue_depth={self.queue_depth!r} is not valid: it must be >= 1")
+
+    @property
+    def is_local(self) -> bool:
+        """Whether home and device are the same memory, so that nothing has to move."""
+        plain = self.codec == "none" and self.capacity is None and not self.resident
+        return plain and self.home == "ram" and self.link == "none"
+
+    @property
+    def resident_budget(self) -> int | float:
+        """`resident`, resolved."""
+        if self.resident is not None:
+            return self.resident
+        return 0.2 if self.home == "disk" or self.link != "none" else 0
+
+
+class Storage:
+    """What the layers of one cache share: the link and, for a disk home, the file.
+
+    Parameters
+    ----------
+    config
+        Settings.
+    rate
+        Bytes per second for ``emulated:paper``; see `link.paper_rate`.
+    tokens
+        Tokens per row that the cache is made for; 0 if unknown.
+    layers
+        Layers that keep their KV in a home apart from the device.
+    """
+
+    def __init__(
+        self, config: StorageConfig, *, rate: float | None, tokens: int, layers: int
+    ) -> None:
+        self.config = config
+        self._tokens = tokens
+        self._layers = max(1, layers)
+        self.link = Link(
+            _pace(LinkSpec.parse(config.link), rate),
+            queue_depth=config.queue_depth if config.home == "disk" else 0,
+        )
+        self._file: DiskFile | None = None
+        if config.home == "disk":
+            try:
+                self._file = DiskFile(
+                    config.home_dir,
+                    readers=self.link.readers,
+                    writers=self.link.writer,
+                    depth=config.queue_depth,
+                )
+            except BaseException:
+                self.link.close()
+                raise
+        # a cache that is dropped must leave no thread and no file
+        self.close = weakref.finalize(self, _close, self._file, self.link)
+
+    @property
+    def direct_io(self) -> bool | None:
+        """Whether the disk is read past the page cache; None without a disk home."""
+        return None if self._file is None else self._file.direct
+
+    @property
+    def bytes_on_disk(self) -> int:
+        """Bytes reserved in the file."""
+        return 0 if self._file is None else self._file.nbytes
+
+    def local_pool(self, keys: Tensor, values: Tensor) -> Pool:
+        """A pool on the device, for layers that are kept there whole."""
+        return LocalPool(keys, values, self._tokens)
+
+    def pool(self, keys: Tensor, values: Tensor) -> Pool:
+        """An empty pool for a layer with keys and values like these, ``(B, H_kv, *, D)``."""
+        if self.config.is_local:
+            return self.local_pool(keys, values)
+        codec = codec_by_name(self.config.codec)
+        tokens = max(self._tokens, keys.shape[2])
+        limit = self._limit(tokens)
+        if limit is None:
+            home = PackedHome(keys, values, codec, self._store, tokens)
+        else:
+            home = CappedHome(keys, values, codec, self._store, limit)
+        return LinkedPool(
+            home,
+            self.link,
+            resident=self._resident(keys, values, tokens),
+            eviction=None if limit is None else self.config.evict,
+        )
+
+    def _store(self, rows: int, heads: int, entry_bytes: int, capacity: int) -> Store:
+        if self._file is None:
+            return RamStore(rows, heads, entry_bytes, capacity)
+        return DiskStore(self._file, rows, heads, entry_bytes, capacity)
+
+    def _limit(self, tokens: int) -> int | None:
+        capacity = self.config.capacity
+        if capacity is None or isinstance(capacity, int):
+            return capacity
+        return max(SMALLEST_CAPACITY, math.floor(capacity * tokens))
+
+    def _resident(self, keys: Tensor, values: Tensor, tokens: int) -> int:
+        budget = self.config.resident_budget
+        if isinstance(budget, float):
+            return math.ceil(budget * tokens)
+        entry = (keys.shape[3] + values.shape[3]) * keys.element_size()
+        return budget // (self._layers * keys.shape[0] * keys.shape[1] * entry)
+
+
+def hard_layers(report: Any) -> set[int]:
+    """Layers whose prediction misses more than half of the query's power, by a calibration."""
+    return {int(layer) for layer, fit in report.items() if fit["unexplained"] > HARD_TO_PREDICT}
+
+
+def parse_size(name: str, text: str) -> int | float:
+    """``20%`` or ``0.2`` to a share, ``512`` or ``64MiB`` to an int; for the command line."""
+    match = re.fullmatch(r"([0-9.]+)\s*(%|[KMG]iB|B)?", text)
+    try:
+        number = float(match[1]) if match else math.nan
+    except ValueError:
+        number = math.nan
+    if math.isnan(number):
+        raise InputError(
+            f"{name}={text!r} is not valid: it must be a share like 20% or 0.2, or a size"
+        )
+    unit = match[2] if match and match[2] else ""
+    if unit == "%":
+        return number / 100
+    if unit == "" and "." in text:
+        return number
+    return int(number * UNITS[unit])
+
+
+def _pace(spec: LinkSpec, rate: float | None) -> Pace | None:
+    if not spec.is_emulated:
+        return None
+    used = spec.rate if spec.rate is not None else rate
+    if used is None:
+        raise InputError(
+            "link='emulated:paper' needs the speed of the model: measure it with "
+            "infinigen_kv.bench.paper_link_rate and pass rate=..."
+        )
+    return Pace(used, spec.latency)
+
+
+def _close(file: DiskFile | None, link: Link) -> None:
+    try:
+        if file is not None:
+            file.close()
+    finally:
+        link.close()
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise InputError(f"{name}={value!r} is not valid: it must be one of {', '.join(allowed)}")
+
+
+def _number(name: str, value: object, least: int, shares: str, *, zero: bool) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        fits = False
+    elif isinstance(value, int):
+        fits = value >= least
+    else:
+        fits = (0 <= value <= 1) if zero else (0 < value <= 1)
+    if not fits:
+        raise InputError(
+            f"{name}={value!r} is not valid: it must be a share in {shares} (a float) or an "
+            f"integer >= {least}"
+        )

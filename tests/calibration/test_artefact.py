@@ -1,0 +1,254 @@
+"""Calibrations on disk: what comes back, what is refused, and what a failed write leaves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save as save_tensors
+
+from infinigen_kv.adapters import adapter_for
+from infinigen_kv.calibration import Calibration, LayerCalibration
+from infinigen_kv.calibration.artefact import HEADER, TENSORS
+from infinigen_kv.calibration.fingerprint import model_fingerprint
+from infinigen_kv.errors import CalibrationError
+from tiny import llama, randomise
+
+
+def made(seed: int = 0, **fingerprint: Any) -> Calibration:
+    generator = torch.Generator().manual_seed(seed)
+    layers = {
+        index: LayerCalibration(
+            torch.randn(9, 2, generator=generator),
+            torch.randn(2, 12, generator=generator),
+            torch.randn(3, 4, 4, generator=generator).mT,  # as a view, not contiguous
+        )
+        for index in (1, 2, 10)
+    }
+    report = {"1": {"unexplained": 0.25}}
+    return Calibration(fingerprint or {"family": "llama"}, {"rank": 2}, layers, report)
+
+
+def same(one: Calibration, other: Calibration) -> bool:
+    return (
+        one.fingerprint == other.fingerprint
+        and one.settings == other.settings
+        and one.report == other.report
+        and list(one.layers) == list(other.layers)
+        and all(
+            torch.equal(getattr(one.layers[index], name), getattr(other.layers[index], name))
+            for index in one.layers
+            for name in ("down", "up", "skew")
+        )
+    )
+
+
+def rewrite_header(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    header = json.loads((folder / HEADER).read_text())
+    change(header)
+    (folder / HEADER).write_text(json.dumps(header))
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    return made().save(tmp_path / "calibration")
+
+
+def test_a_round_trip_changes_nothing(tmp_path: Path) -> None:
+    folder = made().save(tmp_path / "deep" / "down")
+    assert folder == tmp_path / "deep" / "down"
+    assert {entry.name for entry in folder.iterdir()} == {TENSORS, HEADER}
+    assert same(Calibration.load(folder), made())
+    assert same(Calibration.load(str(folder)), made())
+
+
+def test_nothing_in_the_artefact_needs_to_be_run(saved: Path) -> None:
+    header = json.loads((saved / HEADER).read_text())
+    assert header["fingerprint"] == {"family": "llama"}
+    assert (saved / TENSORS).read_bytes()[8:9] == b"{"  # safetensors: a length, then JSON
+
+
+def test_saving_again_replaces_the_old_one(saved: Path) -> None:
+    made(seed=1).save(saved)
+    assert same(Calibration.load(saved), made(seed=1))
+    assert [entry.name for entry in saved.parent.iterdir()] == [saved.name]
+
+
+def test_an_empty_folder_may_be_filled(tmp_path: Path) -> None:
+    (tmp_path / "new").mkdir()
+    assert same(Calibration.load(made().save(tmp_path / "new")), made())
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "model.safetensors"])
+def test_a_folder_of_something_else_is_not_overwritten(tmp_path: Path, name: str) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / name).write_text("precious")
+    with pytest.raises(CalibrationError, match=r"mine exists and is not a calibration: choose"):
+        made().save(tmp_path / "mine")
+    assert (tmp_path / "mine" / name).read_text() == "precious"
+
+
+def test_a_calibration_with_something_beside_it_is_not_overwritten(saved: Path) -> None:
+    (saved / "notes.txt").write_text("precious")
+    with pytest.raises(CalibrationError, match="choose another output folder"):
+        made(seed=1).save(saved)
+    assert same(Calibration.load(saved), made())
+
+
+def test_a_file_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("precious")
+    with pytest.raises(CalibrationError, match="choose another output folder"):
+        made().save(tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "precious"
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt, OSError("disk full")])
+@pytest.mark.parametrize(
+    ("exists", "method"),
+    [
+        *((True, each) for each in ("write_bytes", "write_text", "rename", "replace")),
+        *((False, each) for each in ("write_bytes", "write_text", "replace")),
+    ],
+)
+def test_an_interrupted_write_leaves_the_old_one_and_nothing_else(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    exists: bool,
+    method: str,
+    failure: BaseException,
+) -> None:
+    folder = tmp_path / "calibration"
+    if exists:
+        made().save(folder)
+    working = getattr(Path, method)
+    calls = []
+
+    def fail_once(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 1:
+            raise failure
+        return working(*args, **kwargs)
+
+    monkeypatch.setattr(Path, method, fail_once)
+    with pytest.raises((KeyboardInterrupt, OSError)):
+        made(seed=1).save(folder)
+    assert calls
+    monkeypatch.undo()
+    assert [entry.name for entry in tmp_path.iterdir()] == (["calibration"] if exists else [])
+    if exists:
+        assert same(Calibration.load(folder), made())
+
+
+def test_a_missing_artefact(tmp_path: Path) -> None:
+    with pytest.raises(CalibrationError, match=r"no calibration at .*nowhere: cannot read"):
+        Calibration.load(tmp_path / "nowhere")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CalibrationError, match="no calibration at"):
+        Calibration.load(tmp_path / "file")
+
+
+def test_missing_tensors(saved: Path) -> None:
+    (saved / TENSORS).unlink()
+    with pytest.raises(CalibrationError, match=f"cannot read .*{TENSORS}: No such file"):
+        Calibration.load(saved)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 100, -1])
+def test_truncated_tensors(saved: Path, keep: int) -> None:
+    whole = (saved / TENSORS).read_bytes()
+    (saved / TENSORS).write_bytes(whole[:keep])
+    with pytest.raises(CalibrationError, match=r"is damaged \(its checksum differs\): calibrate"):
+        Calibration.load(saved)
+
+
+def test_one_flipped_bit(saved: Path) -> None:
+    content = bytearray((saved / TENSORS).read_bytes())
+    content[-1] ^= 1
+    (saved / TENSORS).write_bytes(content)
+    with pytest.raises(CalibrationError, match="checksum differs"):
+        Calibration.load(saved)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"not json", b"\xff\xfe\x00", b'{"format": 1,'])
+def test_a_damaged_header(saved: Path, content: bytes) -> None:
+    (saved / HEADER).write_bytes(content)
+    with pytest.raises(CalibrationError, match=f"{HEADER} is damaged: .*; calibrate again"):
+        Calibration.load(saved)
+
+
+@pytest.mark.parametrize("cut", [1, 10, 60, 200])
+def test_a_truncated_header(saved: Path, cut: int) -> None:
+    text = (saved / HEADER).read_text()
+    (saved / HEADER).write_text(text.rstrip()[:-cut])
+    with pytest.raises(CalibrationError, match="damaged"):
+        Calibration.load(saved)
+
+
+@pytest.mark.parametrize("content", ["[]", "3", "null", '"text"', "{}", '{"format": 2}'])
+def test_another_format(saved: Path, content: str) -> None:
+    (saved / HEADER).write_text(content)
+    with pytest.raises(CalibrationError, match=r"has format .*, this version reads 1: calibrate"):
+        Calibration.load(saved)
+
+
+@pytest.mark.parametrize("name", ["fingerprint", "settings", "tensors_sha256"])
+def test_a_header_that_lacks_something(saved: Path, name: str) -> None:
+    rewrite_header(saved, lambda header: header.pop(name))
+    with pytest.raises(CalibrationError, match=f"lacks '{name}': calibrate again"):
+        Calibration.load(saved)
+
+
+@pytest.mark.parametrize("name", ["fingerprint", "settings", "report"])
+@pytest.mark.parametrize("value", [[], "text", 3, None])
+def test_a_header_of_the_wrong_shape(saved: Path, name: str, value: Any) -> None:
+    rewrite_header(saved, lambda header: header.update({name: value}))
+    with pytest.raises(CalibrationError, match=f"'{name}' is no object; calibrate again"):
+        Calibration.load(saved)
+
+
+@pytest.mark.parametrize(
+    ("payload", "message"),
+    [
+        (b"", "is not safetensors"),
+        (b"PK\x03\x04 pickled", "is not safetensors"),
+        (save_tensors({"1.down": torch.zeros(2)}), "lacks the tensor '1.up'"),
+        (save_tensors({"lm_head.weight": torch.zeros(2)}), "tensors of something else"),
+    ],
+)
+def test_tensors_of_something_else(saved: Path, payload: bytes, message: str) -> None:
+    (saved / TENSORS).write_bytes(payload)
+    digest = sha256(payload).hexdigest()
+    rewrite_header(saved, lambda header: header.update(tensors_sha256=digest))
+    with pytest.raises(CalibrationError, match=message):
+        Calibration.load(saved)
+
+
+def test_a_calibration_of_another_model_is_refused() -> None:
+    model = llama(num_hidden_layers=3)
+    calibration = made(**model_fingerprint(adapter_for(model)))
+    calibration.check_model(adapter_for(model))
+    other = llama(num_hidden_layers=3)
+    randomise(other, seed=5)
+    with pytest.raises(
+        CalibrationError,
+        match=r"belongs to another model: its query_weights_sha256 is .*; calibrate this model",
+    ):
+        calibration.check_model(adapter_for(other))
+    with pytest.raises(CalibrationError, match=r"another model: its hidden_size is 32, .* is 48"):
+        calibration.check_model(adapter_for(llama(hidden_size=48)))
+
+
+def test_a_calibration_without_a_layer_that_the_model_needs_is_refused() -> None:
+    adapter = adapter_for(llama(num_hidden_layers=4))
+    with pytest.raises(CalibrationError, match="lacks layer 3: calibrate this model again"):
+        made(**model_fingerprint(adapter)).check_model(adapter)
+
+
+def test_a_calibration_without_a_fingerprint_is_refused() -> None:
+    with pytest.raises(CalibrationError, match="another model: its family is null"):
+        made(other=1).check_model(adapter_for(llama()))
