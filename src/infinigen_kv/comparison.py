@@ -18,6 +18,7 @@ from infinigen_kv.cache import InfiniGenCache
 from infinigen_kv.calibration import Calibration
 from infinigen_kv.config import InfiniGenConfig
 from infinigen_kv.errors import InputError
+from infinigen_kv.fidelity import forgetting
 from infinigen_kv.generate import forward, prefill
 from infinigen_kv.progress import Progress, no_progress
 from infinigen_kv.recorder import FidelityRecorder
@@ -94,7 +95,7 @@ def compare(
     """Answer one prompt with the full cache and with each config.
 
     Every system reads the prompt once, with full attention. It answers greedily in plain decode
-    steps, which are timed; then the answer is cropped away and the full cache's answer is read in
+    steps, which are timed; then the answer is forgotten and the full cache's answer is read in
     one forward, in which the system selects for each token as a decode step would.
 
     Parameters
@@ -149,8 +150,8 @@ def _run(
     started = time.perf_counter()
     logits = prefill(session, cache, prompt)
     prompt_seconds = time.perf_counter() - started
-    tokens, seconds = _answer(session, cache, logits, new_tokens, end_tokens)
-    cache.crop(prompt.shape[1] - cache.get_seq_length())
+    with forgetting(cache):
+        tokens, seconds = _answer(session, cache, logits, new_tokens, end_tokens)
     cache.recorder = recorder = FidelityRecorder()
     answer = torch.tensor([forced or tokens], device=prompt.device)
     with cache.decoding():

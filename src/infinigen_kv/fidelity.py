@@ -134,7 +134,7 @@ def _measure(
     """
     blocks = decoded.tensor_split(math.ceil(decoded.shape[1] / BLOCK), dim=1)
     cache.recorder = recorder
-    with _forgetting(cache), cache.decoding():
+    with forgetting(cache), cache.decoding():
         selected = [
             forward(session.model, block, cache) for block in progress(blocks, "selected attention")
         ]
@@ -158,7 +158,7 @@ def _measure(
 
 
 @contextmanager
-def _forgetting(cache: InfiniGenCache) -> Iterator[None]:
+def forgetting(cache: InfiniGenCache) -> Iterator[None]:
     """Take back what the block adds to the cache.
 
     `crop` cannot, once a sliding layer's window is full; but such a layer never writes into its

@@ -1,6 +1,6 @@
 """The link moves packed entries from their home to the device.
 
-This module is the only place for streams, events, pinned staging and threads. Order of the hand-offs:
+This module is the only place for streams, events, pinned staging and threads. Order of hand-offs:
 a transfer reads the store when it is started, so what was appended before is in it; its result
 may be used only after `Transfer.wait`; `Link.close` waits for what is under way.
 """

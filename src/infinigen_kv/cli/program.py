@@ -43,10 +43,11 @@ class Program(TyperGroup):
             path = prog_name or self.name if context is None else context.command_path
             _say(f"{path}: {error.format_message().rstrip('.')} (see: {path} --help)")
             code = BAD_INPUT
-        except BrokenPipeError:
-            # Nobody reads on; the interpreter would complain when it flushes at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            code = FAULT
+        except OSError as error:  # only stdout is left to fail here
+            if not isinstance(error, BrokenPipeError):  # a reader that has seen enough
+                _say(f"{prog_name or self.name}: stdout: {_reason(error)}")
+            _drop_stdout()
+            code = BAD_INPUT
         sys.exit(code or 0)
 
     def invoke(self, ctx: Any) -> Any:
@@ -60,6 +61,12 @@ class Program(TyperGroup):
             raise
         except Exception as error:  # noqa: BLE001 - the outermost handler of the program
             raise typer.Exit(_report(ctx, error)) from None
+
+
+def _drop_stdout() -> None:
+    """Keep the interpreter from failing again when it flushes stdout at its end."""
+    with open(os.devnull, "w", encoding="utf-8") as nothing:  # noqa: PTH123 - a device, not a path
+        os.dup2(nothing.fileno(), sys.stdout.fileno())
 
 
 def _report(ctx: Any, error: Exception) -> int:

@@ -110,9 +110,11 @@ class LinkedPool(Pool):
         if self._maps is None:
             self._home.append(keys, values)
         else:
-            slots = torch.from_numpy(np.stack([each.add(count) for each in self._maps]))
             assert isinstance(self._home, CappedHome)
+            maps = [each.copy() for each in self._maps] if count > 1 else self._maps
+            slots = torch.from_numpy(np.stack([each.add(count) for each in maps]))
             self._home.write(slots, keys, values)
+            self._maps = maps
         entry = self._home.store.entry_bytes
         self._link.sent(keys.shape[0] * keys.shape[1] * count * entry)
         if self._budget:
@@ -208,13 +210,11 @@ class LinkedPool(Pool):
         return self._finish(fetch)
 
     def _start(self, slots: Tensor, entries: int) -> _Fetch:
-        stored = self._home.stored_length
-        in_tail = self._home.length - stored
-        reading = self._home.prepare(slots, all_stored=not in_tail)
+        reading = self._home.prepare(slots)
         if reading.slots.shape[2] == 0:
             return _Fetch(reading, None)
-        if in_tail and reading.overlay is not None:
-            entries = max(0, entries - int(reading.overlay.mask.sum()))
+        if reading.overlay is not None:
+            entries = max(0, entries - reading.overlay.lines.numel())
         return _Fetch(reading, self._link.fetch(self._home.store, reading.slots, entries))
 
     def _start_all(self) -> _Fetch:

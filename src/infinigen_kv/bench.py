@@ -1,0 +1,256 @@
+"""Decode speed of several policies on one prompt, side by side in one process."""
+
+from __future__ import annotations
+
+import gc
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from infinigen_kv.cache import InfiniGenCache
+from infinigen_kv.errors import InputError
+from infinigen_kv.generate import forward, prefill
+from infinigen_kv.link import LinkSpec, paper_rate
+from infinigen_kv.policies.registry import check_policy
+from infinigen_kv.progress import Progress, no_progress
+from infinigen_kv.recorder import FetchRecorder
+from infinigen_kv.session import Session
+
+WARM_UP = 4  # steps that are not measured
+RECORDED = 4  # steps after the measured ones, for the fetched share
+IDEAL = "ideal"
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyResult:
+    """Figures of one policy; times in milliseconds, per decode step of the whole batch.
+
+    ``link_bytes_per_step`` counts both directions, ``link_wait_ms_per_step`` the time that the
+    computation stood still for transfers. ``fetched_share`` is over the layers that select,
+    ``kl_to_ideal`` the mean KL(ideal || policy) of the next-token distributions in nats.
+    ``peak_rss_bytes`` is the process's so far, all policies together.
+    """
+
+    policy: str
+    step_ms_median: float
+    step_ms_p90: float
+    tokens_per_s: float
+    link_bytes_per_step: float
+    link_wait_ms_per_step: float
+    link_transfer_ms_per_step: float
+    fetched_share: float
+    resident_hit_rate: float
+    home_bytes: int
+    device_kv_bytes: int
+    peak_rss_bytes: int
+    prompt_seconds: float
+    ratio_to_ideal: float
+    kl_to_ideal: float
+
+
+@dataclass(frozen=True, slots=True)
+class BenchResult:
+    """All policies, and what the figures depend on. ``link_rate`` is in bytes per second."""
+
+    policies: list[PolicyResult]
+    link: str
+    link_is_emulated: bool
+    link_rate: float | None
+    batch: int
+    prompt_tokens: int
+    decode_tokens: int
+    direct_io: bool | None
+    threads: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+
+@dataclass(slots=True)
+class _Run:
+    cache: InfiniGenCache
+    prompt_seconds: float
+    times: list[float] = field(default_factory=list)
+    kl: list[float] = field(default_factory=list)
+    totals: dict[str, float] = field(default_factory=dict)
+
+
+@torch.no_grad()
+def bench(
+    session: Session,
+    prompt: Tensor,
+    *,
+    decode_tokens: int,
+    policies: Sequence[str],
+    progress: Progress = no_progress,
+) -> BenchResult:
+    """Time decode steps of every policy, interleaved, all fed the tokens that ``ideal`` generates.
+
+    Parameters
+    ----------
+    session
+        An attached model; its storage says home, link, codec and resident set.
+    prompt
+        ``(B, P)`` token ids.
+    decode_tokens
+        Measured steps, at least 1.
+    policies
+        Names of `policies.registry.POLICIES`; ``ideal`` is always run, since the others are
+        compared with it.
+
+    Raises
+    ------
+    InputError
+        If a name is unknown, or the model has too few positions.
+    """
+    names = [IDEAL, *(check_policy(name) for name in dict.fromkeys(policies) if name != IDEAL)]
+    if decode_tokens < 1:
+        raise InputError(f"decode_tokens={decode_tokens} is not valid: it must be >= 1")
+    tokens = prompt.shape[1] + WARM_UP + decode_tokens + RECORDED
+    session.check_length(tokens)
+    runs: dict[str, _Run] = {}
+    rate = LinkSpec.parse(session.storage.link).rate
+    try:
+        for name in progress(names, "reading the prompt"):
+            if name != IDEAL and LinkSpec.parse(session.storage.link).is_paper and rate is None:
+                rate = _paper_rate(session, runs[IDEAL].cache, prompt)
+            cache = session.new_cache(tokens=tokens, policy=name, link_rate=rate or 1.0)
+            started = time.perf_counter()
+            prefill(session, cache, prompt)
+            runs[name] = _Run(cache, time.perf_counter() - started)
+        _decode(session, runs, prompt[:, -1:], decode_tokens, progress)
+        shares = _fetched_shares(session, runs, prompt[:, -1:])
+        base = statistics.median(runs[IDEAL].times)
+        results = [
+            _result(name, run, decode_tokens, prompt.shape[0], base, shares[name])
+            for name, run in runs.items()
+        ]
+    finally:
+        direct = next((run.cache.storage.direct_io for run in runs.values()), None)
+        for run in runs.values():
+            direct = run.cache.storage.direct_io if direct is None else direct
+            run.cache.close()
+    return BenchResult(
+        policies=results,
+        link=session.storage.link,
+        link_is_emulated=LinkSpec.parse(session.storage.link).is_emulated,
+        link_rate=rate,
+        batch=prompt.shape[0],
+        prompt_tokens=prompt.shape[1],
+        decode_tokens=decode_tokens,
+        direct_io=direct,
+        threads=torch.get_num_threads(),
+    )
+
+
+@torch.no_grad()
+def paper_link_rate(session: Session, *, context: int, rows: int = 1) -> float:
+    """Rate of ``emulated:paper`` for a model: one layer's KV in 18.5 times one block's computation.
+
+    Reads ``context`` arbitrary tokens into an in-memory cache first, which takes as long as a
+    prompt.
+    """
+    ids = torch.ones(rows, context, dtype=torch.long, device=session.model.device)
+    cache = session.new_cache(tokens=context + WARM_UP + 1, policy=IDEAL)
+    prefill(session, cache, ids)
+    try:
+        return _paper_rate(session, cache, ids)
+    finally:
+        cache.close()
+
+
+def _paper_rate(session: Session, ideal: InfiniGenCache, prompt: Tensor) -> float:
+    """Measure a block on the ideal cache, then take the tokens back."""
+    length = ideal.get_seq_length()
+    times = [_timed_step(session, ideal, prompt[:, -1:])[1] for _ in range(WARM_UP)]
+    ideal.crop(length - ideal.get_seq_length())
+    block = statistics.median(times) / 1e3 / len(session.adapter.layers)
+    spec = next(spec for spec in session.adapter.layers if not spec.is_sliding)
+    dtype = session.model.dtype
+    entry = 2 * spec.head_dim * spec.num_kv_heads * dtype.itemsize
+    return paper_rate(prompt.shape[0] * length * entry, block)
+
+
+def _decode(
+    session: Session, runs: dict[str, _Run], token: Tensor, steps: int, progress: Progress
+) -> None:
+    """Warm up, then measure; the policies take turns within each step."""
+    for step in progress(range(WARM_UP + steps), "decoding"):
+        if step == WARM_UP:
+            gc.collect()
+            for run in runs.values():
+                run.cache.reset_statistics()
+        following = token
+        for name, run in runs.items():
+            logits, elapsed = _timed_step(session, run.cache, token)
+            scores = logits[:, -1].float().log_softmax(-1)
+            if name == IDEAL:
+                reference = scores
+                following = scores.argmax(-1, keepdim=True)
+            if step >= WARM_UP:
+                run.times.append(elapsed)
+                kl = (reference.exp() * (reference - scores)).sum(-1)
+                run.kl.append(kl.mean().item())
+        token = following
+    for run in runs.values():
+        link = run.cache.storage.link.statistics
+        run.totals = {
+            "bytes": link.bytes_down + link.bytes_up,
+            "wait": link.wait_seconds,
+            "transfer": link.transfer_seconds,
+            "hit": run.cache.resident_hit_rate,
+        }
+
+
+def _timed_step(session: Session, cache: InfiniGenCache, token: Tensor) -> tuple[Tensor, float]:
+    started = time.perf_counter()
+    logits = forward(session.model, token, cache)
+    return logits, (time.perf_counter() - started) * 1e3
+
+
+def _fetched_shares(session: Session, runs: dict[str, _Run], token: Tensor) -> dict[str, float]:
+    """Shares in a few steps of their own, since recording takes time."""
+    shares = {}
+    for name, run in runs.items():
+        run.cache.recorder = recorder = FetchRecorder()
+        for _ in range(RECORDED):
+            forward(session.model, token, run.cache)
+        shares[name] = recorder.fetched_share(first_layer=session.config.first_layer)
+    return shares
+
+
+def _result(
+    name: str, run: _Run, steps: int, rows: int, base: float, fetched: float
+) -> PolicyResult:
+    median = statistics.median(run.times)
+    return PolicyResult(
+        policy=name,
+        step_ms_median=median,
+        step_ms_p90=sorted(run.times)[min(steps - 1, int(0.9 * steps))],
+        tokens_per_s=rows * 1e3 / median,
+        link_bytes_per_step=run.totals["bytes"] / steps,
+        link_wait_ms_per_step=run.totals["wait"] * 1e3 / steps,
+        link_transfer_ms_per_step=run.totals["transfer"] * 1e3 / steps,
+        fetched_share=fetched,
+        resident_hit_rate=run.totals["hit"],
+        home_bytes=run.cache.home_bytes,
+        device_kv_bytes=run.cache.device_bytes,
+        peak_rss_bytes=_peak_rss(),
+        prompt_seconds=run.prompt_seconds,
+        ratio_to_ideal=median / base,
+        kl_to_ideal=statistics.fmean(run.kl),
+    )
+
+
+def _peak_rss() -> int:
+    """Largest resident size of the process so far."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
