@@ -155,9 +155,21 @@ class OffloadedLayer(CacheLayerMixin):
         output = dense_attention(
             query, all_keys, all_values, scaling=scaling, softcap=softcap, mask=mask
         )
-        if step.queries > 1 and pool.room:
-            pool.warm(self.policy.likely(pool.room, step))
+        if step.queries > 1 and pool.room and slots is None and not step.selecting:
+            self._warm(query, all_keys, all_values, step)
         return output
+
+    def _warm(self, query: Tensor, keys: Tensor, values: Tensor, step: Step) -> None:
+        """A prompt's KV passes through the device: leave there what will be wanted soon."""
+        assert self.pool is not None
+        likely = self.policy.likely(self.pool.room, query, keys, step)
+        if likely is not None:
+            index = likely.unsqueeze(-1)
+            self.pool.warm(
+                likely,
+                keys.gather(2, index.expand(-1, -1, -1, keys.shape[3])),
+                values.gather(2, index.expand(-1, -1, -1, values.shape[3])),
+            )
 
     # The interface of a Transformers cache layer.
 

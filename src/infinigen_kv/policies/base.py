@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-import torch
 from torch import Tensor
 
 from infinigen_kv.pool.pool import Pool
@@ -54,9 +53,13 @@ class Policy(ABC):
     def select(self, step: Step, pool: Pool) -> Selection | None:
         """The entries of a step with several queries; None for everything."""
 
-    def likely(self, count: int, step: Step) -> Tensor:
-        """Slots ``(B, H_kv, n)``, n at most ``count``, that the steps after a prompt may want."""
-        return torch.empty(0, 0, 0, dtype=torch.long)
+    def likely(self, count: int, query: Tensor, keys: Tensor, step: Step) -> Tensor | None:
+        """Tokens ``(B, H_kv, n)``, n at most ``count``, that the steps after a prompt may want.
+
+        ``query`` ``(B, H, Q, D)`` are the prompt's, ``keys`` ``(B, H_kv, T, D)`` all there are by
+        now. None for no idea.
+        """
+        return None
 
     @property
     def nbytes(self) -> int:

@@ -9,14 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from infinigen_kv.attention import grouped_scores
 from infinigen_kv.config import InfiniGenConfig
 from infinigen_kv.policies.base import Policy
 from infinigen_kv.pool import TokenBuffer
 from infinigen_kv.pool.pool import Pool
-from infinigen_kv.rehearsal.select import Candidates, Selection, choose
+from infinigen_kv.rehearsal.select import Candidates, Selection, choose, group_margin
 from infinigen_kv.rehearsal.statistics import Magnitudes, Moments, Projection, PromptStatistics
 from infinigen_kv.step import HeldCandidates, Step
 
+LAST_QUERIES = 16  # of a prompt; they tell best what the first steps will want
 SPARE_TOKENS = 512  # room for appends before a partial-key buffer has to grow
 
 PredictQuery = Callable[[Tensor, Step], Tensor]
@@ -95,6 +97,16 @@ class InfiniGenPolicy(Policy):
         scores = self._scores(self._pending_query)
         self._pending_query = None
         return choose(scores, step.candidates, self._config.alpha)
+
+    def likely(self, count: int, query: Tensor, keys: Tensor, step: Step) -> Tensor | None:
+        """What the prompt's last queries would have selected, by their true scores."""
+        last = query[:, :, -LAST_QUERIES:]
+        scores = grouped_scores(last, keys, self._layer.scaling, self._layer.softcap)
+        if step.visible is not None:
+            real = step.visible.to(scores.device)[:, None, None, None, :]
+            scores = scores.masked_fill(~real, float("-inf"))
+        wanted = group_margin(scores).amax(dim=2)  # (B, H_kv, T)
+        return wanted.topk(min(count, wanted.shape[2]), dim=2).indices
 
     def truncate(self, length: int) -> None:
         if length == 0:

@@ -172,10 +172,9 @@ class LinkedPool(Pool):
             if fetch.misses is not None and self._resident is not None:
                 self._resident.forget(fetch.misses)
 
-    def warm(self, slots: Tensor) -> None:
+    def warm(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         if self._budget == 0 or slots.shape[2] == 0:
             return
-        keys, values = self._home.gather(slots)
         resident = self._resident_set(keys, values)
         resident.reserve(self._home.length)
         resident.warm(slots, keys, values)

@@ -75,8 +75,8 @@ class Pool(ABC):
     def discard(self) -> None:
         """Forget what was started and will not be collected."""
 
-    def warm(self, slots: Tensor) -> None:
-        """Keep these slots ``(B, H_kv, n)`` on the device if there is room: a hint."""
+    def warm(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """A hint to keep the entries of these slots ``(B, H_kv, n)``, which are on the device."""
 
     @property
     def room(self) -> int:
