@@ -124,7 +124,7 @@ def bench(
                 rate = _paper_rate(session, runs[IDEAL].cache, prompt)
             cache = session.new_cache(tokens=tokens, policy=name, link_rate=rate or 1.0)
             started = time.perf_counter()
-            prefill(session, cache, prompt)
+            prefill(session, cache, prompt).cpu()  # on a GPU, wait for it
             runs[name] = _Run(cache, time.perf_counter() - started)
         _decode(session, runs, prompt[:, -1:], decode_tokens, progress)
         shares = _fetched_shares(session, runs, prompt[:, -1:])
@@ -213,6 +213,8 @@ def _decode(
 def _timed_step(session: Session, cache: InfiniGenCache, token: Tensor) -> tuple[Tensor, float]:
     started = time.perf_counter()
     logits = forward(session.model, token, cache)
+    if logits.is_cuda:
+        torch.cuda.synchronize(logits.device)
     return logits, (time.perf_counter() - started) * 1e3
 
 

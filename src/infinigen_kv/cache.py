@@ -107,9 +107,10 @@ class InfiniGenCache(Cache):
 
     def close(self) -> None:
         """Release all memory, threads and files; the cache is empty then and of no more use."""
-        for layer in self.offloaded:
-            layer.reset()
-        self.storage.close()
+        try:
+            self.reset()
+        finally:
+            self.storage.close()
 
     @property
     def _pools(self) -> list[Pool]:
@@ -153,6 +154,8 @@ class InfiniGenCache(Cache):
             config=self.config,
             recorder=self.recorder,
         )
+        if self._step.selecting and queries > 1:
+            self._check_room(queries)
         self._thread = threading.current_thread()
         for layer in self.offloaded:
             layer.begin(self._step)
@@ -214,6 +217,12 @@ class InfiniGenCache(Cache):
         length = self.get_seq_length()
         keep = tokens_to_remove if tokens_to_remove > 0 else length + tokens_to_remove
         removed = length - min(max(keep, 0), length)
+        if 0 < removed < length and not all(layer.is_croppable for layer in self.offloaded):
+            raise CacheStateError(
+                f"cannot go back from {length} to {keep} tokens, since others were evicted at the "
+                f"capacity of {self.storage.config.capacity}: start again with an empty cache, or "
+                "set no capacity"
+            )
         # sliding layers first: they refuse what they cannot undo, and then nothing has changed
         for layer in sorted(self.layers, key=lambda layer: not layer.is_sliding):
             layer.crop(-removed)
@@ -291,22 +300,27 @@ class InfiniGenCache(Cache):
             return
         for layer in self.layers:
             if isinstance(layer, OffloadedLayer):
-                if layer.is_croppable:
-                    layer.truncate(step.start)
-                else:
-                    self._interrupted = layer.get_seq_length() != step.start
+                self._interrupted |= not layer.take_back(step.start)
             elif step.start == 0:
                 layer.reset()
             elif layer.get_seq_length() != step.start:
                 self._interrupted = True  # it has dropped what it would need to go back
 
+    def _check_room(self, queries: int) -> None:
+        """Several queries select by position, which slots of a full home are not."""
+        free = [pool.free for pool in self._pools if pool.free is not None]
+        if free and min(free) < queries:
+            self._step = None
+            raise CacheStateError(
+                f"a forward of {queries} tokens cannot select once tokens are evicted (capacity "
+                f"{self.storage.config.capacity}): feed one token at a time, or set no capacity"
+            )
+
     def _check_usable(self, rows: int) -> None:
         if self._interrupted:
             raise CacheStateError(
-                "a forward with this cache was interrupted, and its sliding or evicting layers "
-                "cannot go "
-                "back: "
-                "call reset() and start again"
+                "a forward with this cache was interrupted, and its sliding or evicting layers, "
+                "or those on a disk that failed, cannot go back: call reset() and start again"
             )
         held = {layer.rows for layer in self.offloaded if layer.rows is not None}
         if held and held != {rows}:

@@ -8,10 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 TOPICS = ("string-methods",)
 PROMPT_TOKENS = 6_000
-QUESTION = (
-    "What does the method `str.find` return, and what does it return if the substring is not "
-    "found? Answer in two sentences and give an example."
-)
+QUESTION = "What does the method `str.find` return if the substring is not found? Give an example."
 
 
 def demo_prompt(

@@ -10,14 +10,17 @@ import torch
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
+from infinigen_kv.bench import paper_link_rate
 from infinigen_kv.calibration import Calibration, calibrate
 from infinigen_kv.config import InfiniGenConfig
 from infinigen_kv.errors import InputError
 from infinigen_kv.generate import cache_argument
+from infinigen_kv.link import LinkSpec
 from infinigen_kv.models import LoadedModel, load_model
 from infinigen_kv.progress import Progress, no_progress
 from infinigen_kv.recorder import FetchRecorder
 from infinigen_kv.session import Session, attach
+from infinigen_kv.storage import StorageConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,8 @@ class LanguageModel:
         Of that model; None for exact attention only.
     config
         Settings of the selection.
+    storage
+        Where the KV lives and how it moves; None keeps it in memory.
     """
 
     def __init__(
@@ -56,11 +61,13 @@ class LanguageModel:
         loaded: LoadedModel,
         calibration: Calibration | None,
         config: InfiniGenConfig | None = None,
+        storage: StorageConfig | None = None,
     ) -> None:
         self.model = loaded.model
         self.tokenizer = loaded.tokenizer
         self.calibration = calibration
         self.config = config or InfiniGenConfig()
+        self.storage = storage or StorageConfig()
 
     def encode(self, prompt: str, *, chat: bool = False) -> Tensor:
         """Token ids ``(1, T)`` of a prompt; with ``chat`` as a user's turn in the model's
@@ -116,7 +123,7 @@ class LanguageModel:
             )
         ids = self.encode(prompt, chat=chat)
         started = time.perf_counter()
-        with attach(self.model, self.calibration, self.config) as session:
+        with attach(self.model, self.calibration, self.config, self.storage) as session:
             recorder = FetchRecorder()
             output = _generate(
                 session, ids, max_new_tokens, full, recorder, {"streamer": streamer, **options}
@@ -135,6 +142,7 @@ def load(
     name: str,
     *,
     config: InfiniGenConfig | None = None,
+    storage: StorageConfig | None = None,
     calibration: Calibration | None = None,
     dtype: torch.dtype | None = None,
     device: str = "cpu",
@@ -152,6 +160,8 @@ def load(
         As in `load_model`: ``smollm2``, a folder, a ``.gguf`` file or a hub name.
     config
         Settings; None for the defaults.
+    storage
+        Where the KV lives and how it moves; None keeps it in memory.
     calibration
         None makes one from the default text and keeps it in the user's cache folder.
     dtype, device, trust_remote_code
@@ -161,7 +171,7 @@ def load(
     """
     loaded = load_model(name, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
     made = calibration or calibrate(loaded.model, loaded.tokenizer, progress=progress)
-    return LanguageModel(loaded, made, config)
+    return LanguageModel(loaded, made, config, storage)
 
 
 def _generate(
@@ -174,7 +184,12 @@ def _generate(
 ) -> Tensor:
     total = ids.shape[1] + max_new_tokens
     session.check_length(total)
-    cache = session.new_cache(tokens=total, policy="stream" if full else "infinigen")
+    rate = None
+    if LinkSpec.parse(session.storage.link).is_paper:
+        rate = paper_link_rate(session, context=ids.shape[1])
+    cache = session.new_cache(
+        tokens=total, policy="stream" if full else "infinigen", link_rate=rate
+    )
     cache.expect_prompt(ids.shape[1])
     cache.recorder = recorder
     return session.model.generate(

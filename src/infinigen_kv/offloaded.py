@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from infinigen_kv.attention import decode_attention, dense_attention, grouped_scores
+from infinigen_kv.errors import CacheStateError, HomeError
 from infinigen_kv.policies import Policy
 from infinigen_kv.pool.pool import Pool
 from infinigen_kv.rehearsal.select import Selection, selection_mask
@@ -34,6 +35,7 @@ class OffloadedLayer(CacheLayerMixin):
         self.policy = policy
         self.pool: Pool | None = None
         self._make_pool = make_pool
+        self._device: torch.device | None = None
         self._step: Step | None = None
         self._chosen: Selection | None = None
 
@@ -79,10 +81,16 @@ class OffloadedLayer(CacheLayerMixin):
         """Returns the new tokens alone; `attend` stores them and reads the others."""
         if self.pool is None:
             self.lazy_initialization(key_states, value_states)
+        elif key_states.device != self._device:
+            raise CacheStateError(
+                f"layer {self.spec.index} moved from {self._device} to {key_states.device}, but "
+                "its cache did not: start with a new cache once the model is where it is to stay"
+            )
         return key_states, value_states
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.pool = self._make_pool(key_states, value_states)
+        self._device = key_states.device
         self.is_initialized = True
 
     def attend(
@@ -198,6 +206,18 @@ class OffloadedLayer(CacheLayerMixin):
         self.pool.truncate(length)
         self.policy.truncate(self.pool.length)
 
+    def take_back(self, length: int) -> bool:
+        """Forget what a failed forward added to ``length`` tokens; False where only `reset` can."""
+        if self.pool is None:
+            return True
+        try:
+            self.pool.discard()
+            if self.is_croppable or length == 0:
+                self.truncate(length)
+        except HomeError:
+            return False
+        return self.pool.length == length
+
     def reset(self) -> None:
         if self.pool is not None:
             self.pool.close()
@@ -256,8 +276,8 @@ def _mask_of_held(mask: Tensor | None, positions: Tensor, step: Step) -> Tensor 
             return None
         new = torch.arange(step.queries, device=positions.device)
         causal = (new <= new[:, None])[None, None]
-        held = torch.ones(1, 1, step.queries, positions.shape[1], dtype=torch.bool)
-        return torch.cat([held.to(causal.device), causal], dim=3)
+        held = causal.new_ones(1, 1, step.queries, positions.shape[1])
+        return torch.cat([held, causal], dim=3)
     new = torch.arange(step.start, step.start + step.queries).expand(positions.shape[0], -1)
     columns = torch.cat([positions, new.to(positions.device)], dim=1).to(mask.device)
     wide = columns[:, None, None, :].expand(-1, mask.shape[1], mask.shape[2], -1)

@@ -103,7 +103,7 @@ def _mass_on(chosen: Tensor, scores: Tensor, step: Step) -> Tensor:
     own_token = torch.zeros_like(chosen).scatter(
         -1, own[None, None, :, None].expand(*chosen.shape[:3], 1), True
     )
-    seen = (allowed | own_token).unsqueeze(2)
+    seen = (allowed.to(scores.device) | own_token).unsqueeze(2)
     mass = scores.masked_fill(~seen, float("-inf")).softmax(dim=-1)
     return (mass * (chosen | own_token).unsqueeze(2)).sum(dim=-1)
 
@@ -112,12 +112,15 @@ def _overlap(chosen: Tensor, selection: Selection, scores: Tensor, step: Step) -
     """Recall ``(B, H_kv, Q)`` beyond the always-kept tokens; NaN where none was chosen."""
     allowed = step.candidates.allowed
     assert allowed is not None
-    margin = group_margin(scores.masked_fill(~allowed.unsqueeze(2), float("-inf")))
+    margin = group_margin(
+        scores.masked_fill(~allowed.to(scores.device).unsqueeze(2), float("-inf"))
+    )
     step.candidates.mark_kept(margin)
     kept = torch.isinf(margin) & (margin > 0)
     counts = selection.counts
     if counts is None:
-        counts = torch.full(margin.shape[:1] + margin.shape[2:3], selection.index.shape[-1])
+        shape = margin.shape[:1] + margin.shape[2:3]
+        counts = torch.full(shape, selection.index.shape[-1], device=margin.device)
     true = selection_mask(top_entries(margin, counts), scores.shape[-1])
     wanted = (true & ~kept).sum(-1).double()
     return (true & chosen & ~kept).sum(-1) / wanted.where(wanted > 0, float("nan"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -46,6 +47,7 @@ class Session:
         self.storage = storage
         self.adapter: Adapter = adapter_for(model)
         self.closed = False
+        self._caches: weakref.WeakSet[InfiniGenCache] = weakref.WeakSet()
         self._calibration = calibration
 
     def new_cache(
@@ -93,7 +95,9 @@ class Session:
             layers.append(OffloadedLayer(spec, made, pool))
             if spec.index > 0:
                 sources.setdefault(spec.index - 1, []).append(spec.index)
-        return InfiniGenCache(layers, sources, plan.config, owner=self, storage=shared)
+        cache = InfiniGenCache(layers, sources, plan.config, owner=self, storage=shared)
+        self._caches.add(cache)
+        return cache
 
     def check_length(self, tokens: int) -> None:
         """Raise `InputError` if the model has fewer positions than ``tokens``."""
@@ -129,7 +133,7 @@ class Session:
                     f"with full attention; those are {sorted(full)}"
                 )
             return set(wanted)
-        if storage.is_local:
+        if storage.is_local_on(self.model.device):
             return set()
         assert self._calibration is not None
         return (full - speculated) | (hard_layers(self._calibration.report) & speculated)
@@ -199,8 +203,11 @@ class Session:
             cache.end_forward(finished=output is not None)
 
     def close(self) -> None:
-        """Refuse new caches, and forwards with those there are."""
+        """Refuse new caches, and end the threads and files of those there are."""
         self.closed = True
+        with ExitStack() as undo:  # goes on with the others where one fails
+            for cache in self._caches:
+                undo.callback(cache.storage.close)
 
 
 @contextmanager

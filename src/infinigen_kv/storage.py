@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import weakref
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import NoneType
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from infinigen_kv.errors import InputError
 from infinigen_kv.link import Link, LinkSpec, Pace
+from infinigen_kv.link.cuda import CudaStore
+from infinigen_kv.link.lane import GATHERS, Gather, Lane, needs_lane
 from infinigen_kv.pool.capped import CappedHome
 from infinigen_kv.pool.codec import CODECS, codec_by_name
 from infinigen_kv.pool.disk import DiskStore
 from infinigen_kv.pool.disk_file import DiskFile
 from infinigen_kv.pool.linked import LinkedPool
 from infinigen_kv.pool.packed import PackedHome
+from infinigen_kv.pool.pinned import HostMemory, pinnable_bytes
 from infinigen_kv.pool.pool import LocalPool, Pool
 from infinigen_kv.pool.slots import EVICTIONS, SMALLEST_CAPACITY, Eviction
 from infinigen_kv.pool.store import RamStore, Store
@@ -34,7 +41,8 @@ class StorageConfig:
     Parameters
     ----------
     home
-        ``ram`` or ``disk``.
+        ``ram``, the host's memory, which is the device's own where the model runs on a CPU;
+        ``disk``; or ``device``, where nothing has to move.
     home_dir
         Folder of a disk home's file; None for the temporary folder.
     link
@@ -55,6 +63,12 @@ class StorageConfig:
         rehearsed and those that calibration found hard to predict, or indices.
     queue_depth
         Reads in flight for a disk home.
+    pinned_bytes
+        Where the model runs on a CUDA device: bytes of a cache's home in RAM that may be pinned,
+        beyond which it is pageable and slower; None for half of the machine's memory.
+    gather
+        Who collects selected entries from pinned memory for a CUDA device: ``host``, ``device`` (a
+        Triton kernel), or ``auto`` for the faster one at the first read.
 
     Raises
     ------
@@ -62,7 +76,7 @@ class StorageConfig:
         If a value is outside its range.
     """
 
-    home: Literal["ram", "disk"] = "ram"
+    home: Literal["ram", "disk", "device"] = "ram"
     home_dir: Path | None = None
     link: str = "none"
     codec: str = "none"
@@ -71,29 +85,60 @@ class StorageConfig:
     resident: int | float | None = None
     resident_layers: Literal["auto"] | tuple[int, ...] = "auto"
     queue_depth: int = 8
+    pinned_bytes: int | None = None
+    gather: Gather = "auto"
 
     def __post_init__(self) -> None:
-        _one_of("home", self.home, ("ram", "disk"))
+        _one_of("home", self.home, ("ram", "disk", "device"))
+        _one_of("gather", self.gather, GATHERS)
         _one_of("codec", self.codec, CODECS)
         _one_of("evict", self.evict, EVICTIONS)
         LinkSpec.parse(self.link)
         _number("capacity", self.capacity, SMALLEST_CAPACITY, "(0, 1]", zero=False)
         _number("resident", self.resident, 0, "[0, 1]", zero=True)
-        if not isinstance(self.queue_depth, int) or self.queue_depth < 1:
-            raise InputError(f"queue_depth={self.queue_depth!r} is not valid: it must be >= 1")
+        if type(self.queue_depth) is not int or self.queue_depth < 1:
+            raise InputError(
+                f"queue_depth={self.queue_depth!r} is not valid: it must be an integer >= 1"
+            )
+        if not isinstance(self.home_dir, (str, os.PathLike, NoneType)):
+            raise InputError(
+                f"home_dir={self.home_dir!r} is not valid: it must be the path of a directory, or "
+                "None for the temporary one"
+            )
+        _layers("resident_layers", self.resident_layers)
+        pinned = self.pinned_bytes
+        if pinned is not None and (type(pinned) is not int or pinned < 0):
+            raise InputError(
+                f"pinned_bytes={pinned!r} is not valid: it must be an integer >= 0, or None for "
+                "half of the machine's memory"
+            )
+        if self.home == "device" and not self.is_local:
+            raise InputError(
+                "home='device' keeps all KV as it is, on the device: leave codec, capacity, link "
+                "and resident out, or choose home='ram' or 'disk'"
+            )
 
     @property
     def is_local(self) -> bool:
-        """Whether home and device are the same memory, so that nothing has to move."""
+        """Whether nothing has to move where the model runs on a CPU."""
         plain = self.codec == "none" and self.capacity is None and not self.resident
-        return plain and self.home == "ram" and self.link == "none"
+        return plain and self.home != "disk" and self.link == "none"
 
-    @property
-    def resident_budget(self) -> int | float:
+    def is_local_on(self, device: torch.device) -> bool:
+        """Whether home and device are the same memory, so that nothing has to move."""
+        return self.is_local and (self.home == "device" or device.type == "cpu")
+
+    def resident_budget_on(self, device: torch.device) -> int | float:
         """`resident`, resolved."""
         if self.resident is not None:
             return self.resident
-        return 0.2 if self.home == "disk" or self.link != "none" else 0
+        moves = self.home == "disk" or self.link != "none" or device.type != "cpu"
+        return 0.2 if moves else 0
+
+    @property
+    def pinned_budget(self) -> int:
+        """`pinned_bytes`, resolved."""
+        return pinnable_bytes() if self.pinned_bytes is None else self.pinned_bytes
 
 
 class Storage:
@@ -121,6 +166,8 @@ class Storage:
             _pace(LinkSpec.parse(config.link), rate),
             queue_depth=config.queue_depth if config.home == "disk" else 0,
         )
+        self._memory = HostMemory(config.pinned_budget)
+        self._lanes: dict[torch.device, Lane] = {}
         self._file: DiskFile | None = None
         if config.home == "disk":
             try:
@@ -134,7 +181,7 @@ class Storage:
                 self.link.close()
                 raise
         # a cache that is dropped must leave no thread and no file
-        self.close = weakref.finalize(self, _close, self._file, self.link)
+        self.close = weakref.finalize(self, _close, self._file, self.link, self._lanes)
 
     @property
     def direct_io(self) -> bool | None:
@@ -146,21 +193,26 @@ class Storage:
         """Bytes reserved in the file."""
         return 0 if self._file is None else self._file.nbytes
 
+    @property
+    def pinned_share(self) -> float | None:
+        """Share of the home in RAM that is pinned; None where no CUDA device asked for it."""
+        return self._memory.pinned_share
+
     def local_pool(self, keys: Tensor, values: Tensor) -> Pool:
         """A pool on the device, for layers that are kept there whole."""
         return LocalPool(keys, values, self._tokens)
 
     def pool(self, keys: Tensor, values: Tensor) -> Pool:
         """An empty pool for a layer with keys and values like these, ``(B, H_kv, *, D)``."""
-        if self.config.is_local:
+        if self.config.is_local_on(keys.device):
             return self.local_pool(keys, values)
         codec = codec_by_name(self.config.codec)
         tokens = max(self._tokens, keys.shape[2])
         limit = self._limit(tokens)
         if limit is None:
-            home = PackedHome(keys, values, codec, self._store, tokens)
+            home = PackedHome(keys, values, codec, partial(self._store, keys.device), tokens)
         else:
-            home = CappedHome(keys, values, codec, self._store, limit)
+            home = CappedHome(keys, values, codec, partial(self._store, keys.device), limit)
         return LinkedPool(
             home,
             self.link,
@@ -168,10 +220,26 @@ class Storage:
             eviction=None if limit is None else self.config.evict,
         )
 
-    def _store(self, rows: int, heads: int, entry_bytes: int, capacity: int) -> Store:
-        if self._file is None:
-            return RamStore(rows, heads, entry_bytes, capacity)
-        return DiskStore(self._file, rows, heads, entry_bytes, capacity)
+    def _store(
+        self, device: torch.device, rows: int, heads: int, entry_bytes: int, capacity: int
+    ) -> Store:
+        """A store for a layer whose keys and values are on ``device``."""
+        lane = self._lane(device)
+        store: Store
+        if self._file is not None:
+            store = DiskStore(self._file, rows, heads, entry_bytes, capacity)
+        else:
+            memory = None if lane is None else self._memory
+            store = RamStore(rows, heads, entry_bytes, capacity, memory)
+        return store if lane is None else CudaStore(store, lane)
+
+    def _lane(self, device: torch.device) -> Lane | None:
+        """The way to a CUDA device, one for all its layers; others move entries one by one."""
+        if not needs_lane(device):
+            return None
+        if device not in self._lanes:
+            self._lanes[device] = Lane.on(device, self.config.gather)
+        return self._lanes[device]
 
     def _limit(self, tokens: int) -> int | None:
         capacity = self.config.capacity
@@ -180,7 +248,7 @@ class Storage:
         return max(SMALLEST_CAPACITY, math.floor(capacity * tokens))
 
     def _resident(self, keys: Tensor, values: Tensor, tokens: int) -> int:
-        budget = self.config.resident_budget
+        budget = self.config.resident_budget_on(keys.device)
         if isinstance(budget, float):
             return math.ceil(budget * tokens)
         entry = (keys.shape[3] + values.shape[3]) * keys.element_size()
@@ -223,17 +291,28 @@ def _pace(spec: LinkSpec, rate: float | None) -> Pace | None:
     return Pace(used, spec.latency)
 
 
-def _close(file: DiskFile | None, link: Link) -> None:
+def _close(file: DiskFile | None, link: Link, lanes: dict[torch.device, Lane]) -> None:
     try:
         if file is not None:
             file.close()
     finally:
         link.close()
+        for lane in lanes.values():
+            lane.close()
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise InputError(f"{name}={value!r} is not valid: it must be one of {', '.join(allowed)}")
+
+
+def _layers(name: str, value: object) -> None:
+    if value == "auto":
+        return
+    if not isinstance(value, (tuple, list)) or not all(type(each) is int for each in value):
+        raise InputError(
+            f"{name}={value!r} is not valid: it must be 'auto' or a tuple of layer indices"
+        )
 
 
 def _number(name: str, value: object, least: int, shares: str, *, zero: bool) -> None:

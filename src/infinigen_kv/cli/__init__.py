@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from infinigen_kv.cli.bench import bench
 from infinigen_kv.cli.calibrate import calibrate
 from infinigen_kv.cli.demo import demo
 from infinigen_kv.cli.fidelity import fidelity
@@ -31,6 +32,7 @@ for command, summary in (
     (calibrate, "Prepare a model, once (the others do it by themselves)."),
     (generate, "Continue a prompt with a selected cache."),
     (fidelity, "Measure what the selection changes on a text."),
+    (bench, "Time decode steps of several policies side by side."),
 ):
     app.command(short_help=summary)(expand_groups(command))
 

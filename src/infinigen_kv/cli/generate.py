@@ -12,6 +12,7 @@ from infinigen_kv.cli.files import STDIN, check_text, read_text
 from infinigen_kv.cli.loading import calibrated, check_fit, load, read_calibration
 from infinigen_kv.cli.options import JsonOption, ModelOptions, SelectionOptions
 from infinigen_kv.cli.output import percent, print_json, say
+from infinigen_kv.cli.storage_options import StorageOptions
 from infinigen_kv.errors import InputError
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def generate(
         bool, typer.Option("--full", help="Attend to the whole cache; needs no calibration.")
     ] = False,
     json: JsonOption = False,
+    storage: StorageOptions,
     selection: SelectionOptions,
     target: ModelOptions,
 ) -> None:
@@ -52,7 +54,7 @@ def generate(
         raise InputError(
             f"--full attends to the whole cache: leave out {', '.join(selection.given())}"
         )
-    config = selection.config()
+    config, where = selection.config(), storage.config()
     given = read_calibration(selection.calibration)
     loaded = load(target)
     from transformers import TextStreamer
@@ -62,7 +64,7 @@ def generate(
     tokens = LanguageModel(loaded, None, config).encode(text, chat=chat).shape[1]
     check_fit(loaded, given, config, tokens + max_new_tokens)
     made = None if full else calibrated(loaded, given)
-    generation = LanguageModel(loaded, made, config).generate(
+    generation = LanguageModel(loaded, made, config, where).generate(
         text,
         max_new_tokens=max_new_tokens,
         chat=chat,

@@ -48,4 +48,4 @@ def cache_plan(policy: str, config: InfiniGenConfig, storage: StorageConfig) -> 
         return CachePlan(paper, replace(storage, resident=0, resident_layers=()), selects=True)
     if policy == "stream":
         return CachePlan(config, replace(storage, resident=0), selects=False)
-    return CachePlan(config, StorageConfig(), selects=False)
+    return CachePlan(config, StorageConfig(home="device"), selects=False)

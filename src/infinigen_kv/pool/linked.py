@@ -4,12 +4,14 @@ some.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from infinigen_kv.errors import HomeError
 from infinigen_kv.link import Link, Transfer
 from infinigen_kv.pool.capped import CappedHome
 from infinigen_kv.pool.packed import FullReading, PackedHome, Reading
@@ -41,6 +43,7 @@ class _Fetch:
     transfer: Transfer | None
     places: Tensor | None = None
     misses: Misses | None = None
+    everything: bool = False
 
 
 class LinkedPool(Pool):
@@ -99,10 +102,17 @@ class LinkedPool(Pool):
         return self._budget
 
     @property
+    def free(self) -> int | None:
+        if self._maps is None or self._maps[0].capacity is None:
+            return None
+        return self._maps[0].capacity - self._maps[0].length
+
+    @property
     def positions(self) -> Tensor | None:
         if self._maps is None or self._maps[0].tokens_seen == self._maps[0].length:
             return None
-        return torch.from_numpy(np.stack([each.positions for each in self._maps]))
+        positions = np.stack([each.positions for each in self._maps])
+        return torch.from_numpy(positions).to(self._home.device)
 
     def append(self, keys: Tensor, values: Tensor) -> Tensor | None:
         count = keys.shape[2]
@@ -111,10 +121,9 @@ class LinkedPool(Pool):
             self._home.append(keys, values)
         else:
             assert isinstance(self._home, CappedHome)
-            maps = [each.copy() for each in self._maps] if count > 1 else self._maps
-            slots = torch.from_numpy(np.stack([each.add(count) for each in maps]))
+            # First, so that after a failed write the lengths tell that slots may be overwritten.
+            slots = torch.from_numpy(np.stack([each.add(count) for each in self._maps]))
             self._home.write(slots, keys, values)
-            self._maps = maps
         entry = self._home.store.entry_bytes
         self._link.sent(keys.shape[0] * keys.shape[1] * count * entry)
         if self._budget:
@@ -133,6 +142,7 @@ class LinkedPool(Pool):
         )
 
     def prefetch(self, selection: Selection) -> None:
+        self.discard()
         slots = selection.index.squeeze(2)
         meant, wanted = self._meant(selection)
         self.lookups.wanted += wanted
@@ -145,7 +155,14 @@ class LinkedPool(Pool):
         places, misses = self._resident.look_up(slots, meant)
         missed = 0 if misses is None else misses.count
         self.lookups.hits += wanted - missed
-        started = _Fetch(None, None) if misses is None else self._start(misses.slots, missed)
+        if misses is None:
+            self._fetch = _Fetch(None, None, places)
+            return
+        try:
+            started = self._start(misses.slots, missed)
+        except BaseException:
+            self._resident.forget(misses)
+            raise
         self._fetch = _Fetch(started.reading, started.transfer, places, misses)
 
     def collect(self) -> tuple[Tensor, Tensor]:
@@ -155,7 +172,11 @@ class LinkedPool(Pool):
             return self._finish(fetch)
         assert self._resident is not None
         if fetch.misses is not None:
-            self._resident.fill(fetch.misses, *self._finish(fetch))
+            try:
+                self._resident.fill(fetch.misses, *self._finish(fetch))
+            except BaseException:
+                self._resident.forget(fetch.misses)
+                raise
         return self._resident.gather(fetch.places)
 
     def prefetch_all(self) -> None:
@@ -167,8 +188,13 @@ class LinkedPool(Pool):
 
     def discard(self) -> None:
         fetch, self._fetch = self._fetch, None
-        if fetch is not None and fetch.transfer is not None:
-            fetch.transfer.wait()
+        if fetch is None:
+            return
+        try:
+            if fetch.transfer is not None:
+                with suppress(HomeError):  # nobody wants what could not be read
+                    fetch.transfer.wait()
+        finally:
             if fetch.misses is not None and self._resident is not None:
                 self._resident.forget(fetch.misses)
 
@@ -203,9 +229,10 @@ class LinkedPool(Pool):
     # Parts of the above.
 
     def _collect_all(self) -> tuple[Tensor, Tensor]:
+        if self._fetch is None or not self._fetch.everything:
+            self.discard()
+            self._fetch = self._start_all()
         fetch, self._fetch = self._fetch, None
-        if fetch is None or not isinstance(fetch.reading, FullReading) or fetch.places is not None:
-            fetch = self._start_all()
         return self._finish(fetch)
 
     def _start(self, slots: Tensor, entries: int) -> _Fetch:
@@ -218,16 +245,17 @@ class LinkedPool(Pool):
 
     def _start_all(self) -> _Fetch:
         reading = self._home.prepare_all()
+        store = self._home.store
         if reading.slots is None:
-            return _Fetch(reading, self._link.fetch_all(self._home.store))
-        entries = reading.slots.numel()
-        return _Fetch(reading, self._link.fetch(self._home.store, reading.slots, entries))
+            transfer = self._link.fetch_all(store)
+        else:
+            transfer = self._link.fetch(store, reading.slots, reading.slots.numel())
+        return _Fetch(reading, transfer, everything=True)
 
-    @staticmethod
-    def _finish(fetch: _Fetch) -> tuple[Tensor, Tensor]:
+    def _finish(self, fetch: _Fetch) -> tuple[Tensor, Tensor]:
         assert fetch.reading is not None
         entries = torch.empty(0) if fetch.transfer is None else fetch.transfer.wait()
-        return fetch.reading.decode(entries)
+        return fetch.reading.decode(entries.to(self._home.device))
 
     def _meant(self, selection: Selection) -> tuple[Tensor | None, int]:
         """Which columns of a selection count, ``(B, 1, n)``, and how many entries that makes."""
@@ -253,7 +281,9 @@ class LinkedPool(Pool):
             newest = torch.arange(self._home.length - count, self._home.length, device=keys.device)
             resident.add_new(newest.expand(self.rows, -1), keys, values)
         else:
-            resident.add_new(slots[:, -count:].to(keys.device), keys, values)
+            slots = slots.to(keys.device)
+            resident.drop(slots)
+            resident.add_new(slots[:, -count:], keys, values)
 
     def _resident_set(self, keys: Tensor, values: Tensor) -> ResidentSet:
         if self._resident is None:

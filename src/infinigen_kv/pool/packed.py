@@ -158,6 +158,11 @@ class PackedHome:
         return self.stored_length + self._tail_length
 
     @property
+    def device(self) -> torch.device:
+        """Where the keys and values are made and used."""
+        return self._tail.device
+
+    @property
     def stored_length(self) -> int:
         """Tokens in the store, the first ones; the others are in the tail."""
         return self.store.length

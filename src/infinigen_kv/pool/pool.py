@@ -38,6 +38,11 @@ class Pool(ABC):
         """Bytes of KV kept on the device."""
 
     @property
+    def free(self) -> int | None:
+        """Tokens that can be added before others are evicted for them; None for any number."""
+        return None
+
+    @property
     def positions(self) -> Tensor | None:
         """``(B, slots)`` position of the token in each slot; None while slot t holds token t."""
         return None

@@ -125,20 +125,28 @@ class ResidentSet:
         values = self._values.flatten(0, 2).index_select(0, flat)
         return keys.view(rows, heads, count, -1), values.view(rows, heads, count, -1)
 
+    def drop(self, slots: Tensor) -> None:
+        """Forget what the slots ``(B, Q)`` held, since they are written anew; -1 are skipped."""
+        rows, heads, columns = self._place_of.shape
+        slots = slots[:, None].expand(rows, heads, -1)
+        real = slots >= 0
+        places = self._place_of.gather(2, slots.where(real, columns - 1))
+        self._slot_of.scatter_(2, places.where(real, self.nobody), -1)
+        self._set_place(slots, torch.full_like(slots, self.nobody))
+
     def add_new(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Keep tokens that the device has just made; only the newest ``ring`` of them stay.
 
-        ``slots`` ``(B, Q)``, ``keys`` and ``values`` ``(B, H_kv, Q, D)``.
+        ``slots`` ``(B, Q)``, -1 for tokens that were dropped at once; ``keys`` and ``values``
+        ``(B, H_kv, Q, D)``.
         """
         count = min(slots.shape[1], self.ring)
         slots, keys, values = slots[:, -count:], keys[:, :, -count:], values[:, :, -count:]
         ring = (torch.arange(count, device=slots.device) + self._newest) % self.ring
         places = (ring + self.budget).expand(*keys.shape[:2], count)
         self._newest = (self._newest + count) % self.ring
-        slots = slots[:, None].expand_as(places)
-        # a slot that is written anew may still have its former token here
-        self._slot_of.scatter_(2, self._place_of.gather(2, slots), -1)
-        self._move_in(slots, places)
+        self.drop(slots)
+        self._move_in(slots[:, None].expand_as(places), places)
         self._put(places, keys, values)
 
     def warm(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
@@ -164,9 +172,10 @@ class ResidentSet:
     def take_rows(self, index: Tensor) -> None:
         """Become the batch rows ``index`` ``(n,)``, repeats allowed."""
         for name in ("_keys", "_values", "_place_of", "_slot_of", "_used"):
-            setattr(self, name, getattr(self, name)[index])
+            held = getattr(self, name)
+            setattr(self, name, held[index.to(held.device)])
         rows, heads, places = self._slot_of.shape
-        self._head_offsets = _head_offsets(rows, heads, places, index.device)
+        self._head_offsets = _head_offsets(rows, heads, places, self._slot_of.device)
 
     def _admit(self, slots: Tensor, missing: Tensor, per_head: Tensor, most: int) -> Misses:
         """Give the missing slots the places that were used longest ago."""

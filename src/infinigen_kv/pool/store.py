@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from infinigen_kv.pool.buffer import TokenBuffer
+from infinigen_kv.pool.pinned import HostMemory
 
 
 class PendingRead(Protocol):
@@ -73,9 +74,16 @@ class Store(Protocol):
 
 
 class RamStore:
-    """Packed entries in host memory."""
+    """Packed entries in host memory, which ``memory`` gives out (None: pageable memory)."""
 
-    def __init__(self, rows: int, heads: int, entry_bytes: int, capacity: int = 0) -> None:
+    def __init__(
+        self,
+        rows: int,
+        heads: int,
+        entry_bytes: int,
+        capacity: int = 0,
+        memory: HostMemory | None = None,
+    ) -> None:
         self.heads = heads
         self.entry_bytes = entry_bytes
         self._buffer = TokenBuffer(
@@ -85,11 +93,22 @@ class RamStore:
             dtype=torch.uint8,
             device=torch.device("cpu"),
             capacity=capacity,
+            memory=memory,
         )
 
     @property
     def rows(self) -> int:
         return self._buffer.rows
+
+    @property
+    def capacity(self) -> int:
+        """Slots that fit before the memory is replaced by a larger piece."""
+        return self._buffer.capacity
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether a CUDA device can read the entries where they are."""
+        return self._buffer.is_pinned
 
     @property
     def length(self) -> int:
@@ -105,8 +124,22 @@ class RamStore:
     def write(self, slots: Tensor, entries: Tensor) -> None:
         self._buffer.write(slots, entries)
 
+    def reserve(self, slots: int) -> None:
+        """Make room for ``slots`` slots in total."""
+        self._buffer.reserve(slots)
+
     def read(self, slots: Tensor) -> Tensor:
         return self._buffer.gather(slots)
+
+    def read_into(self, slots: Tensor, out: Tensor) -> None:
+        """As `read`, into ``out`` ``(B, H_kv, n, E)``, contiguous."""
+        self._buffer.gather_into(slots, out)
+
+    def lines(self) -> Tensor:
+        """All entries, unused slots included, one head after the other:
+        ``(B * H_kv * capacity, E)``, sharing memory.
+        """
+        return self._buffer.lines()
 
     def read_all(self) -> Tensor:
         return self._buffer.view()

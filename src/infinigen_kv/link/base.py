@@ -1,28 +1,20 @@
-"""The link moves packed entries from their home to the device.
+"""The link between the stores of a cache and the device: transfers, their pace and their totals.
 
-This module is the only place for streams, events, pinned staging and threads. Order of hand-offs:
-a transfer reads the store when it is started, so what was appended before is in it; its result
-may be used only after `Transfer.wait`; `Link.close` waits for what is under way.
+Order of hand-offs: a transfer reads the store when it is started, so what was appended before is in
+it; its result may be used only after `Transfer.wait`; `Link.close` waits for what is under way.
 """
 
 from __future__ import annotations
 
-import math
-import re
-import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
-from infinigen_kv.errors import InputError
+from infinigen_kv.link.pace import Pace
 from infinigen_kv.pool.store import PendingRead, Store
-
-SPIN = 2e-4  # seconds before the end of a wait from which on sleeping is too coarse
-PAPER_RATIO = 18.5  # streaming a layer's KV over one block's computation, paper, Figure 18
 
 
 @dataclass(slots=True)
@@ -30,7 +22,8 @@ class LinkStatistics:
     """Totals since the last `reset`. Bytes down are home to device, bytes up device to home.
 
     ``wait_seconds`` is how long the computation stood still for transfers, ``transfer_seconds`` how
-    long transfers took, waited for or not.
+    long transfers took, waited for or not. Both are the host's: on a CUDA device a transfer is over
+    for the host once its copy is queued, and the device's own wait shows in the step's time only.
     """
 
     bytes_down: int = 0
@@ -43,45 +36,6 @@ class LinkStatistics:
         """Start to count anew."""
         self.bytes_down = self.bytes_up = self.transfers = 0
         self.wait_seconds = self.transfer_seconds = 0.0
-
-
-class Pace:
-    """A link of a given rate, emulated: one transfer at a time, in either direction.
-
-    A transfer completes no earlier than latency + bytes / rate after its start, which is when the
-    transfers before it are over.
-
-    Parameters
-    ----------
-    rate
-        Bytes per second.
-    latency
-        Seconds per transfer.
-    clock
-        Seconds, monotonic.
-    """
-
-    def __init__(
-        self, rate: float, latency: float = 0.0, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
-        self.rate = rate
-        self.latency = latency
-        self._clock = clock
-        self._free_at = -math.inf
-        self._lock = threading.Lock()
-
-    def book(self, nbytes: int) -> float:
-        """Queue a transfer that starts now; the time at which it is over."""
-        with self._lock:
-            start = max(self._clock(), self._free_at)
-            self._free_at = start + self.latency + nbytes / self.rate
-            return self._free_at
-
-    def wait_until(self, moment: float) -> None:
-        """Let time pass, to some microseconds."""
-        while (left := moment - self._clock()) > 0:
-            if left > SPIN:
-                time.sleep(left - SPIN)
 
 
 class Transfer(Protocol):
@@ -173,50 +127,3 @@ class _HostTransfer:
 
     def wait(self) -> Tensor:
         return self.link.arrive(self.pending, self.started, self.over)
-
-
-@dataclass(frozen=True, slots=True)
-class LinkSpec:
-    """What the user asked for: ``none``, ``emulated:<GB/s>[,<latency us>]`` or ``emulated:paper``.
-
-    ``rate`` is in bytes per second; None for ``none``, and for ``emulated:paper`` until a measured
-    block time gives it (`paper_rate`).
-    """
-
-    text: str
-    rate: float | None = None
-    latency: float = 0.0
-
-    @property
-    def is_emulated(self) -> bool:
-        """Whether figures over this link must be called emulated."""
-        return self.text != "none"
-
-    @property
-    def is_paper(self) -> bool:
-        """Whether the rate follows from the model's own speed."""
-        return self.text == "emulated:paper"
-
-    @classmethod
-    def parse(cls, text: str) -> LinkSpec:
-        """Read the command line's form; `InputError` says what is allowed."""
-        if text in ("none", "emulated:paper"):
-            return cls(text)
-        match = re.fullmatch(r"emulated:([0-9.eE+-]+)(?:,([0-9.eE+-]+))?", text)
-        try:
-            rate, latency = (float(part or 0) for part in match.groups()) if match else (0.0, 0.0)
-        except ValueError:
-            rate = latency = 0.0
-        if not (math.isfinite(rate) and rate > 0 and math.isfinite(latency) and latency >= 0):
-            raise InputError(
-                f"link={text!r} is not valid: it must be 'none', 'emulated:paper' or "
-                "'emulated:<GB/s>[,<latency in microseconds>]', e.g. 'emulated:16,10'"
-            )
-        return cls(text, rate * 1e9, latency * 1e-6)
-
-
-def paper_rate(layer_bytes: int, block_seconds: float) -> float:
-    """Bytes per second at which streaming one layer's KV takes 18.5 times one block's
-    computation.
-    """
-    return layer_bytes / (PAPER_RATIO * block_seconds)

@@ -1,0 +1,122 @@
+"""``infinigen-kv bench``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from infinigen_kv.cli.files import read_text
+from infinigen_kv.cli.loading import calibrated, check_fit, load, read_calibration
+from infinigen_kv.cli.options import JsonOption, ModelOptions, SelectionOptions
+from infinigen_kv.cli.output import percent, print_json, table
+from infinigen_kv.cli.storage_options import StorageOptions
+from infinigen_kv.errors import InputError
+from infinigen_kv.progress import bar
+from infinigen_kv.texts import documentation_text
+
+if TYPE_CHECKING:
+    from infinigen_kv.bench import BenchResult
+
+POLICIES = "ideal,stream,infinigen-paper,infinigen"
+APART = 500  # tokens between the starts of the rows' texts
+
+
+def bench(
+    *,
+    prompt_tokens: Annotated[
+        int, typer.Option("--prompt-tokens", metavar="P", min=1, help="Length of the prompt.")
+    ] = 4096,
+    decode_tokens: Annotated[
+        int, typer.Option("--decode-tokens", metavar="T", min=1, help="Measured steps.")
+    ] = 64,
+    batch: Annotated[int, typer.Option("--batch", metavar="B", min=1, help="Rows.")] = 1,
+    policies: Annotated[
+        str,
+        typer.Option("--policies", metavar="LIST", help="What to compare, separated by commas."),
+    ] = POLICIES,
+    text: Annotated[
+        str | None,
+        typer.Option(
+            "--text",
+            metavar="FILE",
+            help="Text of the prompts. [default: the documentation of the Python language]",
+            show_default=False,
+        ),
+    ] = None,
+    json: JsonOption = False,
+    storage: StorageOptions,
+    selection: SelectionOptions,
+    target: ModelOptions,
+) -> None:
+    """Time decode steps of several policies side by side, on the same tokens."""
+    from infinigen_kv.policies.registry import check_policy
+
+    names = [check_policy(name.strip()) for name in policies.split(",") if name.strip()]
+    config, where = selection.config(), storage.config()
+    content = documentation_text() if text is None else read_text(text, option="--text")
+    given = read_calibration(selection.calibration)
+    loaded = load(target)
+    import torch
+
+    from infinigen_kv.bench import bench as run
+    from infinigen_kv.session import attach
+
+    ids = loaded.tokenizer(content, verbose=False)["input_ids"]
+    needed = prompt_tokens + (batch - 1) * APART
+    if needed > len(ids):
+        raise InputError(
+            f"--prompt-tokens {prompt_tokens} and --batch {batch} need {needed} tokens, but the "
+            f"text has {len(ids)}"
+        )
+    check_fit(loaded, given, config, prompt_tokens + decode_tokens)
+    made = calibrated(loaded, given)
+    starts = range(0, batch * APART, APART)
+    prompt = torch.tensor([ids[start : start + prompt_tokens] for start in starts])
+    with attach(loaded.model, made, config, where) as session:
+        result = run(
+            session,
+            prompt.to(loaded.model.device),
+            decode_tokens=decode_tokens,
+            policies=names,
+            progress=bar,
+        )
+    if json:
+        echo = {"model": target.model, "dtype": str(loaded.model.dtype).removeprefix("torch.")}
+        settings = {"config": asdict(config), "storage": {**asdict(where), "home_dir": None}}
+        print_json({**echo, **settings, **result.to_dict()})
+    else:
+        _print(result, target.model)
+
+
+def _print(result: BenchResult, model: str) -> None:
+    link = result.link
+    if result.link_is_emulated and result.link_rate is not None:
+        link = f"{link} (EMULATED, {result.link_rate / 1e9:.3f} GB/s)"
+    title = (
+        f"{model}, {result.batch} x {result.prompt_tokens} prompt tokens, "
+        f"{result.decode_tokens} steps, link {link}, {result.threads} threads"
+    )
+    columns = [
+        "policy", "ms a step", "p90", "x ideal", "tokens/s", "link MB a step", "link wait ms",
+        "fetched", "resident hits", "KL to ideal", "home MB", "device MB",
+    ]  # fmt: skip
+    rows = [
+        [
+            each.policy,
+            f"{each.step_ms_median:.1f}",
+            f"{each.step_ms_p90:.1f}",
+            f"{each.ratio_to_ideal:.2f}",
+            f"{each.tokens_per_s:.1f}",
+            f"{each.link_bytes_per_step / 1e6:.2f}",
+            f"{each.link_wait_ms_per_step:.2f}",
+            percent(each.fetched_share),
+            percent(each.resident_hit_rate),
+            f"{each.kl_to_ideal:.4f}",
+            f"{each.home_bytes / 1e6:.0f}",
+            f"{each.device_kv_bytes / 1e6:.0f}",
+        ]
+        for each in result.policies
+    ]
+    table(title, columns, rows)

@@ -1,0 +1,100 @@
+"""Caches with a home apart from the device, for tests of the engine; faults and delays in them."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from infinigen_kv import Session
+from infinigen_kv.cache import InfiniGenCache
+from infinigen_kv.link import Link
+from infinigen_kv.pool.disk_file import DiskFile
+from infinigen_kv.pool.store import RamStore
+from infinigen_kv.storage import StorageConfig
+
+FAST = "emulated:1000"  # far faster than the machine: the path is taken, no time is lost
+
+# Each with `resident_layers=()`, so that every layer's entries have to move.
+APART: dict[str, dict[str, Any]] = {
+    "emulated": {"link": FAST, "resident": 0},
+    "resident-none": {"link": "emulated:1000,1", "resident": 0.0},
+    "resident-small": {"link": FAST, "resident": 0.05},  # steps want more than it holds
+    "resident-some": {"link": FAST, "resident": 0.5},
+    "resident-all": {"link": FAST, "resident": 1.0},
+    "disk": {"home": "disk", "resident": 0},
+    "disk-resident": {"home": "disk", "resident": 0.5, "queue_depth": 2},
+    "disk-resident-all": {"home": "disk", "resident": 1.0},
+    "disk-emulated": {"home": "disk", "resident": 0, "link": FAST, "queue_depth": 1},
+}
+
+
+def apart(name: str, folder: Path, **changes: Any) -> StorageConfig:
+    """The settings of that name in `APART`."""
+    settings = {"resident_layers": (), **APART[name], **changes}
+    if settings.get("home") == "disk":
+        settings["home_dir"] = folder
+    return StorageConfig(**settings)
+
+
+def local_cache(session: Session, policy: str = "infinigen", tokens: int = 64) -> InfiniGenCache:
+    """A cache whose home is the device, with the same selection."""
+    storage = StorageConfig(resident_layers=())
+    assert storage.is_local
+    return session.new_cache(policy=policy, storage=storage, tokens=tokens)
+
+
+@contextmanager
+def without_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Links that are made inside have no threads: disk stores read and write at once."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Link, "_executor", staticmethod(lambda threads, name: None))
+        yield
+
+
+class _Late:
+    def __init__(self, job: Future[Tensor]) -> None:
+        self._job = job
+
+    def wait(self) -> Tensor:
+        return self._job.result(20)
+
+
+@contextmanager
+def delays(monkeypatch: pytest.MonkeyPatch, seed: int, longest: float = 4e-4) -> Iterator[None]:
+    """Every transfer in either direction takes a random time more, in a thread of its own."""
+    chance = random.Random(seed)
+
+    def late(work: Callable[..., Any]) -> Callable[..., Any]:
+        def delayed(*given: Any) -> Any:
+            time.sleep(chance.uniform(0, longest))
+            return work(*given)
+
+        return delayed
+
+    with ThreadPoolExecutor(3) as threads, monkeypatch.context() as patch:
+
+        def start_read(store: RamStore, slots: Tensor) -> _Late:
+            return _Late(threads.submit(late(lambda entries: entries), store.read(slots)))
+
+        def start_read_all(store: RamStore) -> _Late:
+            return _Late(threads.submit(late(lambda entries: entries), store.read_all().clone()))
+
+        patch.setattr(RamStore, "start_read", start_read)
+        patch.setattr(RamStore, "start_read_all", start_read_all)
+        patch.setattr(DiskFile, "read", late(DiskFile.read))
+        patch.setattr(DiskFile, "write", late(DiskFile.write))
+        yield
+
+
+def same(actual: Tensor, expected: Tensor) -> bool:
+    """Bit for bit, and finite."""
+    return torch.equal(actual, expected) and bool(actual.isfinite().all())
