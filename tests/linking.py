@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from infinigen_kv import Session
 from infinigen_kv.cache import InfiniGenCache
@@ -98,3 +100,54 @@ def delays(monkeypatch: pytest.MonkeyPatch, seed: int, longest: float = 4e-4) ->
 def same(actual: Tensor, expected: Tensor) -> bool:
     """Bit for bit, and finite."""
     return torch.equal(actual, expected) and bool(actual.isfinite().all())
+
+
+@contextmanager
+def nothing_left(folder: Path) -> Iterator[None]:
+    """Afterwards there are no more threads and open files than before, and the folder is empty."""
+    threads, files = set(threading.enumerate()), open_files()
+    yield
+    assert set(threading.enumerate()) <= threads
+    assert open_files() <= files
+    assert not list(folder.iterdir())
+
+
+def open_files() -> set[str]:
+    """What the process has open, by number and target."""
+    found = set()
+    for number in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # the listing's own is closed by now
+            found.add(f"{number.name} {number.readlink()}")
+    return found
+
+
+@contextmanager
+def model_unchanged(model: Any) -> Iterator[None]:
+    """The model has the hooks and the attention that it had."""
+    before = _footprint(model)
+    yield
+    assert _footprint(model) == before
+
+
+def _footprint(model: Any) -> list[Any]:
+    hooks = [
+        [list(getattr(module, kind).values()) for kind in ("_forward_pre_hooks", "_forward_hooks")]
+        for module in model.modules()
+    ]
+    return [model.config._attn_implementation, *hooks]
+
+
+@contextmanager
+def failing(module: nn.Module, failure: BaseException, *, after: int = 0) -> Iterator[None]:
+    """The module's forward raises at its call number ``after``, and no other time."""
+    calls = itertools.count()
+
+    def fail(*seen: Any) -> None:
+        if next(calls) == after:
+            raise failure
+
+    handle = module.register_forward_pre_hook(fail)
+    try:
+        yield
+    finally:
+        handle.remove()

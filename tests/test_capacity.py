@@ -30,6 +30,7 @@ from infinigen_kv.generate import cache_argument
 from infinigen_kv.pool import linked
 from infinigen_kv.pool.linked import LinkedPool
 from infinigen_kv.pool.slots import EVICTIONS, Eviction
+from infinigen_kv.step import HeldCandidates, Step
 from infinigen_kv.storage import StorageConfig
 from linking import APART, apart, local_cache, same
 
@@ -105,8 +106,15 @@ def limited(
 # Room for everything.
 
 
-@pytest.mark.parametrize("policy", ["infinigen", "infinigen-paper", "stream"])
-@pytest.mark.parametrize("evict", EVICTIONS)
+@pytest.mark.parametrize(
+    ("policy", "evict"),
+    [
+        ("infinigen", "fifo"),
+        ("infinigen", "counter"),
+        ("infinigen-paper", "lru"),
+        ("stream", "lru"),
+    ],
+)
 def test_a_limit_that_is_never_reached_changes_nothing(
     fitted: tuple[Any, Calibration], policy: str, evict: Eviction
 ) -> None:
@@ -177,6 +185,50 @@ def test_a_selection_of_everything_held(
     assert_close(actual[mask.bool()], expected[mask.bool()], **CLOSE)
 
 
+# What a step chooses from.
+
+
+@pytest.mark.parametrize("padding", [(0, 0), (0, 7)])
+@pytest.mark.parametrize("min_context", [1, 26])  # the second row is below it, if padded
+@pytest.mark.parametrize("held", [12, 30])
+def test_held_candidates(padding: tuple[int, int], min_context: int, held: int) -> None:
+    """Against plain loops; positions of 30 tokens, some of them evicted, in any order."""
+    settings = {"recent_tokens": 4, "sink_tokens": 2, "max_fetch": 0.5, "min_context": min_context}
+    config = covering(**settings)
+    start, real = 30, torch.arange(31) >= torch.tensor(padding)[:, None]
+    step = Step(
+        start=start,
+        queries=1,
+        rows=2,
+        visible=real if any(padding) else None,
+        position_ids=torch.tensor([[start], [start - padding[1]]]),
+        selecting=True,
+        config=config,
+    )
+    chance = torch.Generator().manual_seed(0)
+    positions = torch.stack([torch.randperm(start, generator=chance)[:held] for _ in range(2)])
+    candidates = HeldCandidates(step, positions)
+    margin = torch.zeros(2, 3, 1, held)
+    candidates.mark_kept(margin)
+    allowed = candidates.allowed
+    bounds = {
+        wanted: candidates.bound(torch.full((2, 1), wanted)).tolist() for wanted in (0, 7, 99)
+    }
+    for row in range(2):
+        tokens_before = start - padding[row]
+        kept = some = 0
+        for slot, position in enumerate(positions[row].tolist()):
+            rank = position - padding[row]  # which real token it is
+            is_kept = rank >= 0 and (rank < 2 or rank >= tokens_before - 4)
+            kept, some = kept + is_kept, some + (rank >= 0)
+            assert margin[row, :, 0, slot].eq(float("inf")).all() == is_kept
+            assert allowed is None or allowed[row, 0, 0, slot] == (rank >= 0)
+        most = max(some // 2, kept)
+        for wanted, bound in bounds.items():
+            exact = tokens_before < min_context
+            assert bound[row] == [some if exact else min(max(wanted, kept), most)]
+
+
 # One slot map for home, partial keys and resident set.
 
 
@@ -237,15 +289,16 @@ def test_keys_partial_keys_and_positions_agree(
 
 
 @pytest.mark.parametrize("evict", EVICTIONS)
-@pytest.mark.parametrize("policy", ["infinigen", "infinigen-paper", "stream"])
+@pytest.mark.parametrize("policy", ["infinigen", "stream"])
 def test_home_link_and_resident_set_do_not_show(
-    fitted: tuple[Any, Calibration], evict: Eviction, policy: str, tmp_path: Path
+    llama: tuple[Any, Calibration], evict: Eviction, policy: str, tmp_path: Path
 ) -> None:
-    model, _ = fitted
+    model, _ = llama
     ids, mask = left_padded(tokens(3, LENGTH), (0, 9, 3))
-    with attach(*fitted, selecting()) as session:
+    with attach(*llama, selecting()) as session:
         expected = None
-        for name in ("emulated", "resident-small", "resident-some", "resident-all", "disk-resident"):
+        names = "emulated", "resident-small", "resident-some", "resident-all", "disk-resident"
+        for name in names:
             storage = apart(name, tmp_path, capacity=32, evict=evict)
             cache = session.new_cache(policy=policy, storage=storage, tokens=LENGTH)
             actual = run(model, cache, ids, mask, prompt=PROMPT)
@@ -285,7 +338,9 @@ def test_rows_evict_on_their_own(llama: tuple[Any, Calibration], evict: Eviction
 
 
 @pytest.mark.parametrize("evict", EVICTIONS)
-def test_rows_are_reordered_after_evictions(llama: tuple[Any, Calibration], evict: Eviction) -> None:
+def test_rows_are_reordered_after_evictions(
+    llama: tuple[Any, Calibration], evict: Eviction
+) -> None:
     model, _ = llama
     ids = tokens(3, LENGTH)
     order = torch.tensor([2, 0, 0])
@@ -334,7 +389,7 @@ def test_crop_after_eviction_is_refused_and_changes_nothing(
         for each in (cache, straight):
             run(model, each, ids[:, :42], prompt=PROMPT)
         for asked in (-3, 20):
-            with pytest.raises(CacheStateError, match=r"evicted at the capacity of 30.*no capacity"):
+            with pytest.raises(CacheStateError, match=r"at the capacity of 30.*set no capacity"):
                 cache.crop(asked)
             assert {layer.get_seq_length() for layer in cache.layers} == {42}
         cache.crop(50)
@@ -347,21 +402,20 @@ def test_crop_after_eviction_is_refused_and_changes_nothing(
         assert torch.equal(actual, expected)
         cache.crop(-1000)
         assert cache.get_seq_length() == 0
-        assert torch.equal(
-            run(model, cache, ids[:, :42], prompt=PROMPT),
-            run(model, session.new_cache(storage=storage, tokens=LENGTH), ids[:, :42], prompt=PROMPT),
-        )
+        fresh = session.new_cache(storage=storage, tokens=LENGTH)
+        actual, expected = (run(model, each, ids, prompt=PROMPT) for each in (cache, fresh))
+        assert torch.equal(actual, expected)
 
 
 def test_assisted_decoding_after_eviction_is_refused(llama: tuple[Any, Calibration]) -> None:
     model, _ = llama
     with attach(*llama, selecting()) as session:
         ids = tokens(1, 20).repeat(1, 2)
+        full = limited(session, 30)
+        run(model, full, ids[:, :-1], prompt=20)
         with pytest.raises(ValueError, match="requires a cache that can be cropped"):
-            full = limited(session, 30)
-            run(model, full, ids[:, :-1], prompt=20)
             generate(model, ids, full, new=8, prompt_lookup_num_tokens=3)
-        with pytest.raises(CacheStateError, match="evicted|one token at a time"):
+        with pytest.raises(CacheStateError, match=r"evicted|one token at a time"):
             generate(model, ids, limited(session, 44), new=20, prompt_lookup_num_tokens=3)
 
 

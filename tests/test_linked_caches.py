@@ -1,4 +1,4 @@
-"""Caches whose home is apart from the device against those whose home is the device, bit for bit."""
+"""Caches with a home apart from the device against caches on the device, bit for bit."""
 
 from __future__ import annotations
 
@@ -372,9 +372,7 @@ def test_assisted_decoding(
         assert actual.tolist() == generate(model, ids, new=10).tolist()
 
 
-def test_several_turns(
-    fitted: tuple[Any, Calibration], storage_name: str, tmp_path: Path
-) -> None:
+def test_several_turns(fitted: tuple[Any, Calibration], storage_name: str, tmp_path: Path) -> None:
     model, _ = fitted
     texts = []
     with attach(*fitted, selecting()) as session:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import resource
 import statistics
@@ -77,7 +78,7 @@ class BenchResult:
 @dataclass(slots=True)
 class _Run:
     cache: InfiniGenCache
-    prompt_seconds: float
+    prompt_seconds: float = 0.0
     times: list[float] = field(default_factory=list)
     kl: list[float] = field(default_factory=list)
     totals: dict[str, float] = field(default_factory=dict)
@@ -123,9 +124,10 @@ def bench(
             if name != IDEAL and LinkSpec.parse(session.storage.link).is_paper and rate is None:
                 rate = _paper_rate(session, runs[IDEAL].cache, prompt)
             cache = session.new_cache(tokens=tokens, policy=name, link_rate=rate or 1.0)
+            runs[name] = run = _Run(cache)
             started = time.perf_counter()
             prefill(session, cache, prompt).cpu()  # on a GPU, wait for it
-            runs[name] = _Run(cache, time.perf_counter() - started)
+            run.prompt_seconds = time.perf_counter() - started
         _decode(session, runs, prompt[:, -1:], decode_tokens, progress)
         shares = _fetched_shares(session, runs, prompt[:, -1:])
         base = statistics.median(runs[IDEAL].times)
@@ -168,10 +170,10 @@ def paper_link_rate(session: Session, *, context: int, rows: int = 1) -> float:
 
 
 def _paper_rate(session: Session, ideal: InfiniGenCache, prompt: Tensor) -> float:
-    """Measure a block on the ideal cache, then take the tokens back."""
+    """Measure a block on the ideal cache."""
     length = ideal.get_seq_length()
-    times = [_timed_step(session, ideal, prompt[:, -1:])[1] for _ in range(WARM_UP)]
-    ideal.crop(length - ideal.get_seq_length())
+    probe = copy.deepcopy(ideal)  # sliding layers could not take the tokens back
+    times = [_timed_step(session, probe, prompt[:, -1:])[1] for _ in range(WARM_UP)]
     block = statistics.median(times) / 1e3 / len(session.adapter.layers)
     spec = next(spec for spec in session.adapter.layers if not spec.is_sliding)
     dtype = session.model.dtype

@@ -14,15 +14,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from infinigen_kv.bench import paper_link_rate
 from infinigen_kv.cache import InfiniGenCache
 from infinigen_kv.calibration import Calibration
 from infinigen_kv.config import InfiniGenConfig
 from infinigen_kv.errors import InputError
 from infinigen_kv.fidelity import forgetting
 from infinigen_kv.generate import forward, prefill
+from infinigen_kv.link import LinkSpec
 from infinigen_kv.progress import Progress, no_progress
 from infinigen_kv.recorder import FidelityRecorder
 from infinigen_kv.session import Session, attach
+from infinigen_kv.storage import StorageConfig
 
 FULL = "full"
 
@@ -90,6 +93,7 @@ def compare(
     prompt: Tensor,
     *,
     new_tokens: int = 64,
+    storage: StorageConfig | None = None,
     progress: Progress = no_progress,
 ) -> Comparison:
     """Answer one prompt with the full cache and with each config.
@@ -106,6 +110,9 @@ def compare(
         ``(1, P)`` token ids.
     new_tokens
         Decode steps; an end token ends an answer sooner.
+    storage
+        Where the KV lives and how it moves; None keeps it in memory. With a capacity limit, recall
+        and coverage are not measured.
     progress
         Wraps the list of systems.
 
@@ -121,19 +128,24 @@ def compare(
     end_tokens = _end_tokens(model)
     prompt = prompt.to(model.device)
     reference: _Run | None = None
+    rate: float | None = None
     results = []
     for name in progress([FULL, *configs], "comparing"):
-        with attach(model, calibration, configs.get(name)) as session:
+        with attach(model, calibration, configs.get(name), storage) as session:
             session.check_length(prompt.shape[1] + new_tokens)
+            if rate is None and LinkSpec.parse(session.storage.link).is_paper:
+                rate = paper_link_rate(session, context=prompt.shape[1])
             cache = session.new_cache(
                 tokens=prompt.shape[1] + new_tokens,
                 policy="stream" if name == FULL else "infinigen",
+                link_rate=rate,
             )
             forced = None if reference is None else reference.tokens
             run = _run(session, cache, prompt, new_tokens, end_tokens, forced)
         reference = reference or run
         text = tokenizer.decode(run.tokens, skip_special_tokens=True)
-        results.append(_result(name, text, run, reference))
+        first_layer = 0 if name == FULL else configs[name].first_layer
+        results.append(_result(name, text, run, reference, first_layer))
     assert reference is not None
     return Comparison(prompt.shape[1], len(reference.tokens), tuple(results))
 
@@ -150,12 +162,20 @@ def _run(
     started = time.perf_counter()
     logits = prefill(session, cache, prompt)
     prompt_seconds = time.perf_counter() - started
-    with forgetting(cache):
+    recorder = FidelityRecorder()
+    limited = session.storage.capacity is not None
+    if limited:  # evicted tokens do not come back: read the prompt again, then step by step
         tokens, seconds = _answer(session, cache, logits, new_tokens, end_tokens)
-    cache.recorder = recorder = FidelityRecorder()
+        cache.reset()
+        prefill(session, cache, prompt)
+    else:
+        with forgetting(cache):
+            tokens, seconds = _answer(session, cache, logits, new_tokens, end_tokens)
     answer = torch.tensor([forced or tokens], device=prompt.device)
+    cache.recorder = recorder
     with cache.decoding():
-        logits = forward(session.model, answer, cache)[0].float()
+        pieces = answer.split(1 if limited else answer.shape[1], dim=1)
+        logits = torch.cat([forward(session.model, piece, cache)[0] for piece in pieces]).float()
     return _Run(tokens, logits, recorder, seconds, prompt_seconds)
 
 
@@ -182,7 +202,7 @@ def _answer(
     return tokens, seconds
 
 
-def _result(name: str, text: str, run: _Run, reference: _Run) -> SystemResult:
+def _result(name: str, text: str, run: _Run, reference: _Run, first_layer: int) -> SystemResult:
     recall = run.recorder.recall_by_layer
     fetched = run.recorder.fetched_by_layer
     same = [a == b for a, b in zip(run.tokens, reference.tokens, strict=False)]
@@ -193,7 +213,7 @@ def _result(name: str, text: str, run: _Run, reference: _Run) -> SystemResult:
         token_ids=tuple(run.tokens),
         same_prefix=(same + [False]).index(False),
         same_tokens=sum(same),
-        fetched_share=_mean({layer: fetched[layer] for layer in recall}) if recall else 1.0,
+        fetched_share=run.recorder.fetched_share(first_layer=first_layer),
         fetched_share_all_layers=_mean(fetched),
         kl_mean=(exact.exp() * (exact - ours)).sum(-1).mean().item(),
         recall_mean=_mean(recall),

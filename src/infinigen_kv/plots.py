@@ -50,7 +50,9 @@ def plot_layers(comparison: Comparison, path: Path, *, title: str) -> None:
     systems = [system for system in comparison.systems if system.name != FULL]
     for system, style in zip(systems, STYLES, strict=False):
         recall = system.recall_by_layer
-        fetched = {layer: system.fetched_by_layer[layer] for layer in recall}
+        fetched = {
+            layer: system.fetched_by_layer[layer] for layer in recall or system.fetched_by_layer
+        }
         _line(top, fetched, f"{system.name} (mean {100 * system.fetched_share:.1f} %)", style)
         _line(bottom, recall, f"{system.name} (mean {100 * system.recall_mean:.0f} %)", style)
     _dress(top, "fetched share of the cache (%)")

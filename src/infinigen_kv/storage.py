@@ -194,6 +194,11 @@ class Storage:
         return 0 if self._file is None else self._file.nbytes
 
     @property
+    def lanes(self) -> list[Lane]:
+        """The ways to the CUDA devices that hold the cache's layers."""
+        return list(self._lanes.values())
+
+    @property
     def pinned_share(self) -> float | None:
         """Share of the home in RAM that is pinned; None where no CUDA device asked for it."""
         return self._memory.pinned_share

@@ -13,6 +13,7 @@ from infinigen_kv.cli.files import ensure_folder, write_text
 from infinigen_kv.cli.loading import calibrated, load
 from infinigen_kv.cli.options import DTYPES, JsonOption, ModelOptions, parse_dtype
 from infinigen_kv.cli.output import json_text, percent, print_json, say, table
+from infinigen_kv.cli.storage_options import StorageOptions
 from infinigen_kv.config import InfiniGenConfig
 from infinigen_kv.progress import bar
 
@@ -35,12 +36,14 @@ def demo(
         str, typer.Option("--dtype", metavar="|".join(DTYPES), help="Type of the weights.")
     ] = DTYPE,
     json: JsonOption = False,
+    storage: StorageOptions,
 ) -> None:
     """Answer a question about 6,000 tokens of documentation with SmolLM2: with the full cache, and
     with the paper's and the calibrated selection of it.
     """
     options = ModelOptions(model=MODEL, dtype=dtype)
     parse_dtype(dtype)
+    where = storage.config()
     ensure_folder(output, option="--output")
     started = time.perf_counter()
     loaded = load(options)
@@ -62,18 +65,22 @@ def demo(
         configs,
         prompt,
         new_tokens=NEW_TOKENS,
+        storage=where,
         progress=bar,
     )
     record = {
         "model": MODEL,
         "dtype": dtype,
         "question": QUESTION,
+        "storage": {**asdict(where), "home_dir": None},
         "configs": {name: asdict(config) for name, config in configs.items()},
         **result.to_dict(),
         "picture": str(output / PICTURE),
         "seconds": time.perf_counter() - started,
     }
     title = f"SmolLM2-135M, {result.prompt_tokens} prompt tokens, {result.new_tokens} new ones"
+    if storage.given():
+        title += f", home {where.home}, link {where.link}, codec {where.codec}"
     plot_layers(result, output / PICTURE, title=title)
     write_text(output / RECORD, json_text(record, indent=1) + "\n")
     _print(result, QUESTION, title)

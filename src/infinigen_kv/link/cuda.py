@@ -72,9 +72,10 @@ class _HostArrival:
     def wait(self) -> Tensor:
         entries = self.pending.wait()
         target = self.streams.empty(tuple(entries.shape))
-        # From pageable memory: the call returns once that memory is of no more use.
         self.streams.copy("down", target, entries)
-        return _Arrival(self.streams, target, self.streams.record("down")).wait()
+        copied = self.streams.record("down")
+        copied.synchronize()  # `entries` is dropped here; beside the disk's time this is nothing
+        return _Arrival(self.streams, target, copied).wait()
 
 
 class CudaStore:
@@ -162,6 +163,7 @@ class CudaStore:
             return _HostArrival(streams, self.inner.start_read_all())
         entries = self.inner.read_all()
         target = streams.empty(tuple(entries.shape))
+        # Pinned or not: what is copied does not change before `_quiesce`.
         for row in range(self.rows):  # a head's entries are contiguous, all heads' are not
             for head in range(self.heads):
                 streams.copy("down", target[row, head], entries[row, head])

@@ -60,6 +60,6 @@ def staging_bytes(nbytes: int) -> Tensor:
     found = pinned((size,), torch.uint8)
     if found is not None:
         return found
-    # A copy from pageable memory returns only when the memory may be reused, so that is right too.
+    # A copy from pageable memory may keep the host waiting, but is as right.
     with torch.inference_mode(False):
         return torch.empty(size, dtype=torch.uint8)

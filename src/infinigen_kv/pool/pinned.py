@@ -22,13 +22,15 @@ class HostMemory:
     Parameters
     ----------
     budget
-        Bytes that may be pinned at once.
+        Bytes that may be pinned at once. Every piece counts as the next power of two, which is what
+        PyTorch pins for it; dropped ones go back to PyTorch, which keeps them for the next cache.
     """
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.pinned_bytes = 0
         self.pageable_bytes = 0
+        self._taken = 0
         self._warned = False
 
     @property
@@ -40,27 +42,32 @@ class HostMemory:
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Uninitialised memory on the host, counted until the tensor is gone."""
         nbytes = math.prod(shape) * dtype.itemsize
+        taken = 1 << max(0, nbytes - 1).bit_length()
         tensor = None
-        if self.pinned_bytes + nbytes > self.budget:
+        if self._taken + taken > self.budget:
             self._warn(f"{nbytes} bytes more would exceed pinned_bytes={self.budget}")
         else:
             tensor = pinned(shape, dtype)
             if tensor is None:
                 self._warn(f"the system refuses to pin {nbytes} bytes")
-        kind = "pageable_bytes" if tensor is None else "pinned_bytes"
         if tensor is None:
             with torch.inference_mode(False):
                 tensor = torch.empty(shape, dtype=dtype)
-        self._count(kind, nbytes)
-        weakref.finalize(tensor, self._count, kind, -nbytes)
+            amounts = 0, nbytes, 0
+        else:
+            amounts = nbytes, 0, taken
+        self._count(*amounts)
+        weakref.finalize(tensor, self._count, *(-each for each in amounts))
         return tensor
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HostMemory:
         """The same one: copies of a cache share its budget."""
         return self
 
-    def _count(self, kind: str, nbytes: int) -> None:
-        setattr(self, kind, getattr(self, kind) + nbytes)
+    def _count(self, pinned_bytes: int, pageable_bytes: int, taken: int) -> None:
+        self.pinned_bytes += pinned_bytes
+        self.pageable_bytes += pageable_bytes
+        self._taken += taken
 
     def _warn(self, reason: str) -> None:
         if not self._warned:
