@@ -41,7 +41,7 @@ def main() -> None:
     limits = {"none": None, **dict.fromkeys(EVICTIONS, options.capacity)}
     for name, capacity in limits.items():
         evict = "counter" if capacity is None else name
-        storage = StorageConfig(capacity=capacity, evict=evict, resident_layers=())
+        storage = StorageConfig(capacity=capacity, evict=evict)
         with attach(loaded.model, calibration, storage=storage) as session:
             cache = session.new_cache(tokens=total)
             logits = prefill(session, cache, prompt)

@@ -19,7 +19,7 @@ from calibrating import calibrate_tiny, feed, generate, run, selecting, tokens
 from infinigen_kv import CacheStateError, Calibration, InputError, Session, attach
 from infinigen_kv.cache import InfiniGenCache
 from infinigen_kv.errors import HomeError
-from infinigen_kv.pool import linked, scratch
+from infinigen_kv.pool import TokenBuffer, linked, scratch
 from infinigen_kv.pool.linked import LinkedPool
 from linking import apart, failing, model_unchanged, nothing_left
 
@@ -259,6 +259,40 @@ def test_a_failed_write_ends_the_cache(
         cache.close()
         fresh = session.new_cache(storage=storage, tokens=LENGTH)
         assert run(model, fresh, ids, prompt=PROMPT).isfinite().all()
+
+
+# Case P: the host's memory.
+
+
+@pytest.mark.parametrize("after", [0, 2, 5])
+@pytest.mark.parametrize("capacity", [None, 32])
+def test_no_memory_for_the_prompt(
+    llama: tuple[Any, Calibration],
+    after: int,
+    capacity: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """The error of the allocator comes through, and the cache takes a prompt that fits."""
+    model, _ = llama
+    ids = tokens(2, LENGTH)
+    reserve, calls = TokenBuffer.reserve, iter(range(10**6))
+
+    def refused(buffer: TokenBuffer, count: int) -> None:
+        if next(calls) == after:
+            raise MemoryError
+        reserve(buffer, count)
+
+    with attach(*llama, selecting()) as session:
+        storage = apart("resident-some", tmp_path, capacity=capacity)
+        cache, straight = (session.new_cache(storage=storage) for _ in range(2))
+        with monkeypatch.context() as patch:
+            patch.setattr(TokenBuffer, "reserve", refused)
+            with pytest.raises(MemoryError):
+                run(model, cache, ids, prompt=PROMPT)
+        cache.reset()
+        actual, expected = (run(model, each, ids, prompt=PROMPT) for each in (cache, straight))
+        assert torch.equal(actual, expected)
 
 
 # Nothing is left.

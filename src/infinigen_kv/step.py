@@ -119,6 +119,13 @@ class Step:
         return tuple(selects.tolist())
 
     @cached_property
+    def length_after(self) -> Tensor:
+        """Real tokens in each row once this forward is over, ``(B or 1,)`` int64."""
+        if self.visible is None:
+            return self.before[:, -1] + 1
+        return self.visible.sum(dim=1)
+
+    @cached_property
     def candidates(self) -> StepCandidates:
         """What this step's selections choose from."""
         return StepCandidates(self)

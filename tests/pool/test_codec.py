@@ -39,7 +39,9 @@ def allowed_error(exact: Tensor, axis: int, levels: int) -> Tensor:
     eps = torch.finfo(exact.dtype).eps
     exact = exact.double()
     scale = (exact.amax(axis, keepdim=True) - exact.amin(axis, keepdim=True)) / levels
-    return scale * (1 + eps) / 2 + exact.abs() * eps / 2 + scale * eps + 1e-7 * scale
+    # a code near a half may round to either side: the quotient has float32's rounding
+    quotient = scale * levels * torch.finfo(torch.float32).eps
+    return scale * (1 + eps) / 2 + exact.abs() * eps / 2 + scale * eps + quotient
 
 
 def grouped(keys: Tensor) -> Tensor:

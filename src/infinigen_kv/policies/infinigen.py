@@ -79,6 +79,8 @@ class InfiniGenPolicy(Policy):
         if not step.selecting:
             self._accumulate(query, keys, step, step.new_weight)
             self._fitted = ()  # the partial keys are behind: fit again when selection resumes
+            if step.start == 0 and step.queries > 1:
+                self._fit_prompt(keys, step, slots)
             return
         if step.some_query_is_exact:
             self._accumulate(query, keys, step, step.exact_weight)
@@ -130,6 +132,24 @@ class InfiniGenPolicy(Policy):
             skew = self._layer.skew
             self._statistics = Moments.start(keys) if skew is None else Magnitudes.start(keys, skew)
         self._statistics.observe(query, keys, step.before.to(keys.device), weight)
+
+    def _fit_prompt(self, keys: Tensor, step: Step, slots: Tensor | None) -> None:
+        """Fit while a prompt's keys pass through the device, unpacked by no codec.
+
+        Later chunks undo that, and the first step that selects fits again from the pool.
+        """
+        long = step.length_after >= self._config.min_context
+        if not bool(long.any()):
+            return
+        assert self._statistics is not None
+        self._projection = self._statistics.projection(self._config.partial_dim(keys.shape[3]))
+        buffer = _partial_key_buffer(keys, self._projection)
+        if slots is not None:  # the pool has dropped some of these tokens
+            kept = _partial_key_buffer(keys[:, :, :0], self._projection)
+            kept.write(slots, buffer.view())
+            buffer = kept
+        self._partial_keys = buffer
+        self._fitted = tuple(long.expand(step.rows).tolist())
 
     def _fit(self, step: Step, pool: Pool) -> bool:
         """Choose the partial dimensions of the rows that newly select, and write partial keys of
