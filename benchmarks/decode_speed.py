@@ -88,7 +88,7 @@ def short_context(model: Any, steps: int) -> dict[str, float]:
 
 @torch.no_grad()
 def prefills(peer: Any, session: Any, ids: Tensor, repeats: int) -> dict[str, dict[str, float]]:
-    """Reading a prompt and the first step, which is where the partial keys are made."""
+    """Reading a prompt, which makes its partial keys, and the first step on it."""
 
     def read(model: Any, cache: Any) -> None:
         token = forward(model, ids, cache, last_only=True).argmax(-1)

@@ -3,8 +3,7 @@
     python benchmarks/gpu_check.py [--prompt-tokens 4096] [--steps 48] [--no-bench]
 
 Checks first, with tiny random models, then decode speed of SmolLM2 over the real bus. Lines go to
-stderr, one JSON object to stdout last. Exit status: 0 all right, 1 a check failed, 2 no CUDA
-device.
+stderr, one JSON object to stdout last. Exit status: 0 all right, 1 a check failed, 2 no device.
 """
 
 from __future__ import annotations
@@ -149,9 +148,7 @@ def check_links(tiny: TinyModel) -> str:
 
 
 def check_homes(tiny: TinyModel) -> str:
-    """A disk home equals one in RAM; codecs and capacities work and do not depend on who
-    gathers.
-    """
+    """A disk home equals one in RAM; codecs and capacities work, whoever gathers."""
     with tempfile.TemporaryDirectory() as folder:
         expected = tiny.cached(selecting(), resident=0.3)
         same(tiny.cached(selecting(), resident=0.3, home="disk", home_dir=Path(folder)), expected)

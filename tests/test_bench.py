@@ -41,6 +41,7 @@ KEYS = {
     "prompt_seconds",
     "ratio_to_ideal",
     "kl_to_ideal",
+    "resident_layers",
 }
 
 

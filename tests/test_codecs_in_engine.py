@@ -219,7 +219,7 @@ def test_nan_in_a_prompt_is_an_error_and_is_taken_back(
     with attach(*llama, selecting()) as session:
         cache: InfiniGenCache = session.new_cache(storage=storage, tokens=70)
         breaking = Breaking(getattr(model.model.layers[1].self_attn, projection), 0)
-        with pytest.raises(InfiniGenError, match=rf"numbers of the {what} .*codec none"):
+        with pytest.raises(InfiniGenError, match=rf"numbers of the {what} .*codec='none'"):
             feed(model, cache, ids, None, slice(0, 40))
         breaking.handle.remove()
         assert cache.get_seq_length() == 0

@@ -1,6 +1,4 @@
-"""Every family: fetching everything equals Transformers' own cache, and detaching leaves
-nothing.
-"""
+"""Every family: fetching everything equals Transformers' own cache; detaching leaves nothing."""
 
 from __future__ import annotations
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from infinigen_kv import Calibration, InfiniGenConfig, attach, calibrate
+from infinigen_kv import Calibration, InfiniGenCache, InfiniGenConfig, attach, calibrate
 from infinigen_kv.errors import InputError
-from infinigen_kv.fidelity import BLOCK, measure_fidelity
+from infinigen_kv.fidelity import BLOCK, forgetting, measure_fidelity
 from infinigen_kv.generate import cache_argument, forward, prefill
 from tiny import MAX_POSITIONS, TINY, VOCABULARY, llama
 
@@ -257,3 +257,23 @@ def test_the_result_is_plain_values(model: PreTrainedModel, calibration: Calibra
         "recall_by_layer", "fetched_by_layer", "coverage_mean", "seconds",
     }  # fmt: skip
     assert needed <= set(values)
+
+
+def _fail_after(work: Callable[[], object], cache: InfiniGenCache) -> None:
+    with forgetting(cache), cache.decoding():
+        work()
+        raise ZeroDivisionError
+
+
+@torch.no_grad()
+def test_a_failing_block_is_forgotten_too(model: PreTrainedModel, calibration: Calibration) -> None:
+    tokens = text(PROMPT + 10)[None]
+    with attach(model, calibration, selecting()) as session:
+        cache, untouched = session.new_cache(), session.new_cache()
+        for each in (cache, untouched):
+            prefill(session, each, tokens[:, :PROMPT])
+        with pytest.raises(ZeroDivisionError):
+            _fail_after(lambda: forward(model, tokens[:, PROMPT:], cache), cache)
+        assert cache.get_seq_length() == PROMPT
+        following = tokens[:, PROMPT : PROMPT + 1]
+        assert torch.equal(forward(model, following, cache), forward(model, following, untouched))

@@ -134,7 +134,7 @@ def test_sizes(text: str, size: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "%", "20 percent", "-1", "1e3", "1.2.3", "GiB", "5GB", "nan"])
 def test_sizes_that_there_are_not(text: str) -> None:
-    with pytest.raises(InputError, match=re.escape(f"resident={text!r} is not valid")):
+    with pytest.raises(InputError, match=re.escape(f"resident {text!r} is not valid")):
         parse_size("resident", text)
 
 

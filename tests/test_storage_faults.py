@@ -174,7 +174,7 @@ def test_a_failed_read_costs_one_step(
         straight.close()
         run(model, cache, ids[:, : PROMPT + 1], prompt=PROMPT)
         with disk_fails(monkeypatch, "preadv", errno.EIO, after=after, times=10**6) as failures:
-            with pytest.raises(HomeError, match=r"cannot read .*Input/output error.*--home-dir"):
+            with pytest.raises(HomeError, match=r"cannot read .*Input/output error.*home_dir"):
                 go_on(model, cache, ids, PROMPT + 1)
             assert failures[0]
         start = cache.get_seq_length()
@@ -226,7 +226,7 @@ def test_no_room_for_the_prompt(
         )
         with monkeypatch.context() as patch:
             patch.setattr(scratch, "lengthen", full)
-            with pytest.raises(HomeError, match=r"No space left.*shorter prompt.*--home-dir"):
+            with pytest.raises(HomeError, match=r"No space left.*shorter prompt.*home_dir"):
                 feed(model, cache, ids, None, slice(0, PROMPT))
         assert cache.get_seq_length() == 0
         actual, expected = (run(model, each, ids, prompt=PROMPT) for each in (cache, straight))
@@ -380,14 +380,14 @@ def test_a_folder_that_cannot_be_written_to(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(scratch, "create", refused)
-    with attach(*llama, selecting()) as session, pytest.raises(InputError, match="home_dir is"):
+    with attach(*llama, selecting()) as session, pytest.raises(InputError, match="home_dir="):
         session.new_cache(storage=apart("disk", tmp_path))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_read_only_folder(llama: tuple[Any, Calibration], tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
-    with attach(*llama, selecting()) as session, pytest.raises(InputError, match="home_dir is"):
+    with attach(*llama, selecting()) as session, pytest.raises(InputError, match="home_dir="):
         session.new_cache(storage=apart("disk", tmp_path))
     tmp_path.chmod(0o700)
 

@@ -1,6 +1,4 @@
-"""InfiniGen for Hugging Face models: fetch the few KV entries that the next layer is about to
-need.
-"""
+"""InfiniGen for Hugging Face models: fetch the KV entries that the next layer will need."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -12,6 +10,7 @@ if TYPE_CHECKING:
     from infinigen_kv.errors import (
         CacheStateError,
         CalibrationError,
+        HomeError,
         InfiniGenError,
         InputError,
         UnsupportedModelError,
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from infinigen_kv.language_model import Generation, LanguageModel, load
     from infinigen_kv.models import load_model
     from infinigen_kv.session import Session, attach
+    from infinigen_kv.storage import StorageConfig
 
 # Where each public name lives. Imported on first use: torch and transformers take seconds, and
 # `infinigen-kv --help` needs neither.
@@ -27,12 +27,14 @@ _HOMES = {
     "Calibration": "calibration",
     "CalibrationError": "errors",
     "Generation": "language_model",
+    "HomeError": "errors",
     "InfiniGenCache": "cache",
     "InfiniGenConfig": "config",
     "InfiniGenError": "errors",
     "InputError": "errors",
     "LanguageModel": "language_model",
     "Session": "session",
+    "StorageConfig": "storage",
     "UnsupportedModelError": "errors",
     "attach": "session",
     "calibrate": "calibration",
@@ -45,12 +47,14 @@ __all__ = [
     "Calibration",
     "CalibrationError",
     "Generation",
+    "HomeError",
     "InfiniGenCache",
     "InfiniGenConfig",
     "InfiniGenError",
     "InputError",
     "LanguageModel",
     "Session",
+    "StorageConfig",
     "UnsupportedModelError",
     "attach",
     "calibrate",

@@ -26,6 +26,7 @@ from infinigen_kv.session import Session
 
 WARM_UP = 4  # steps that are not measured
 RECORDED = 4  # steps after the measured ones, for the fetched share
+EXTRA_STEPS = WARM_UP + RECORDED
 IDEAL = "ideal"
 
 
@@ -36,7 +37,8 @@ class PolicyResult:
     ``link_bytes_per_step`` counts both directions, ``link_wait_ms_per_step`` the time that the
     computation stood still for transfers. ``fetched_share`` is over the layers that select,
     ``kl_to_ideal`` the mean KL(ideal || policy) of the next-token distributions in nats.
-    ``peak_rss_bytes`` is the process's so far, all policies together.
+    ``peak_rss_bytes`` is the process's so far, all policies together. ``resident_layers`` are the
+    layers that the policy keeps on the device whole, with their bytes.
     """
 
     policy: str
@@ -54,6 +56,7 @@ class PolicyResult:
     prompt_seconds: float
     ratio_to_ideal: float
     kl_to_ideal: float
+    resident_layers: dict[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +118,7 @@ def bench(
     names = [IDEAL, *(check_policy(name) for name in dict.fromkeys(policies) if name != IDEAL)]
     if decode_tokens < 1:
         raise InputError(f"decode_tokens={decode_tokens} is not valid: it must be >= 1")
-    tokens = prompt.shape[1] + WARM_UP + decode_tokens + RECORDED
+    tokens = prompt.shape[1] + decode_tokens + EXTRA_STEPS
     session.check_length(tokens)
     runs: dict[str, _Run] = {}
     rate = LinkSpec.parse(session.storage.link).rate
@@ -123,20 +126,20 @@ def bench(
         for name in progress(names, "reading the prompt"):
             if name != IDEAL and LinkSpec.parse(session.storage.link).is_paper and rate is None:
                 rate = _paper_rate(session, runs[IDEAL].cache, prompt)
-            cache = session.new_cache(tokens=tokens, policy=name, link_rate=rate or 1.0)
+            cache = session.new_cache(tokens=tokens, policy=name, link_rate=rate)
             runs[name] = run = _Run(cache)
             started = time.perf_counter()
             prefill(session, cache, prompt).cpu()  # on a GPU, wait for it
             run.prompt_seconds = time.perf_counter() - started
-        _decode(session, runs, prompt[:, -1:], decode_tokens, progress)
-        shares = _fetched_shares(session, runs, prompt[:, -1:])
+        token = _decode(session, runs, prompt[:, -1:], decode_tokens, progress)
+        shares = _fetched_shares(session, runs, token)
         base = statistics.median(runs[IDEAL].times)
         results = [
             _result(name, run, decode_tokens, prompt.shape[0], base, shares[name])
             for name, run in runs.items()
         ]
     finally:
-        direct = next((run.cache.storage.direct_io for run in runs.values()), None)
+        direct = None
         for run in runs.values():
             direct = run.cache.storage.direct_io if direct is None else direct
             run.cache.close()
@@ -158,8 +161,10 @@ def paper_link_rate(session: Session, *, context: int, rows: int = 1) -> float:
     """Rate of ``emulated:paper`` for a model: one layer's KV in 18.5 times one block's computation.
 
     Reads ``context`` arbitrary tokens into an in-memory cache first, which takes as long as a
-    prompt.
+    prompt; fewer where the model has no positions left for the measured steps.
     """
+    if session.adapter.max_positions is not None:
+        context = max(1, min(context, session.adapter.max_positions - WARM_UP))
     ids = torch.ones(rows, context, dtype=torch.long, device=session.model.device)
     cache = session.new_cache(tokens=context + WARM_UP + 1, policy=IDEAL)
     prefill(session, cache, ids)
@@ -183,8 +188,8 @@ def _paper_rate(session: Session, ideal: InfiniGenCache, prompt: Tensor) -> floa
 
 def _decode(
     session: Session, runs: dict[str, _Run], token: Tensor, steps: int, progress: Progress
-) -> None:
-    """Warm up, then measure; the policies take turns within each step."""
+) -> Tensor:
+    """Warm up, then measure; the policies take turns within each step. Returns the next token."""
     for step in progress(range(WARM_UP + steps), "decoding"):
         if step == WARM_UP:
             gc.collect()
@@ -210,6 +215,7 @@ def _decode(
             "transfer": link.transfer_seconds,
             "hit": run.cache.resident_hit_rate,
         }
+    return token
 
 
 def _timed_step(session: Session, cache: InfiniGenCache, token: Tensor) -> tuple[Tensor, float]:
@@ -222,12 +228,19 @@ def _timed_step(session: Session, cache: InfiniGenCache, token: Tensor) -> tuple
 
 def _fetched_shares(session: Session, runs: dict[str, _Run], token: Tensor) -> dict[str, float]:
     """Shares in a few steps of their own, since recording takes time."""
+    recorders = {name: FetchRecorder() for name in runs}
+    for _ in range(RECORDED):
+        for name, run in runs.items():
+            run.cache.recorder = recorders[name]
+            logits = forward(session.model, token, run.cache)
+            if name == IDEAL:
+                following = logits[:, -1].argmax(-1, keepdim=True)
+        token = following
     shares = {}
     for name, run in runs.items():
-        run.cache.recorder = recorder = FetchRecorder()
-        for _ in range(RECORDED):
-            forward(session.model, token, run.cache)
-        shares[name] = recorder.fetched_share(first_layer=session.config.first_layer)
+        by_layer = recorders[name].fetched_by_layer
+        layers = run.cache.speculated_layers or list(by_layer)
+        shares[name] = statistics.fmean(by_layer.get(layer, 1.0) for layer in layers)
     return shares
 
 
@@ -251,6 +264,7 @@ def _result(
         prompt_seconds=run.prompt_seconds,
         ratio_to_ideal=median / base,
         kl_to_ideal=statistics.fmean(run.kl),
+        resident_layers=run.cache.resident_layers,
     )
 
 

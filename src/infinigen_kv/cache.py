@@ -13,8 +13,9 @@ from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
 from infinigen_kv.errors import CacheStateError, InputError
 from infinigen_kv.offloaded import OffloadedLayer
+from infinigen_kv.policies import FullPolicy
 from infinigen_kv.pool.linked import LinkedPool
-from infinigen_kv.pool.pool import Pool
+from infinigen_kv.pool.pool import LocalPool, Pool
 from infinigen_kv.step import Recorder, Step
 
 if TYPE_CHECKING:
@@ -92,6 +93,22 @@ class InfiniGenCache(Cache):
         return kept + sum(layer.policy.nbytes for layer in self.offloaded)
 
     @property
+    def speculated_layers(self) -> list[int]:
+        """Layers whose entries are selected."""
+        return [
+            layer.spec.index for layer in self.offloaded if not isinstance(layer.policy, FullPolicy)
+        ]
+
+    @property
+    def resident_layers(self) -> dict[int, int]:
+        """Layers kept on the device whole, where others have a home apart, and their bytes."""
+        pools = {layer.spec.index: layer.pool for layer in self.offloaded}
+        kept = {
+            index: pool.device_bytes for index, pool in pools.items() if isinstance(pool, LocalPool)
+        }
+        return kept if len(kept) < len(pools) else {}
+
+    @property
     def resident_hit_rate(self) -> float:
         """Share of the entries that steps wanted and found on the device; NaN without any."""
         lookups = [pool.lookups for pool in self._pools if isinstance(pool, LinkedPool)]
@@ -123,6 +140,7 @@ class InfiniGenCache(Cache):
         only by callers who feed a prompt in chunks of which the last may hold a single token.
         """
         self._prompt_until = tokens
+        self._drafting = "no" if self._drafting == "yes" else self._drafting
 
     @contextmanager
     def decoding(self) -> Iterator[None]:
@@ -210,9 +228,7 @@ class InfiniGenCache(Cache):
         self._drafting = "no"
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the newest ``-tokens_to_remove`` tokens; a positive number is the length to
-        keep.
-        """
+        """Remove the newest ``-tokens_to_remove`` tokens; a positive one is the length to keep."""
         self._settle()
         length = self.get_seq_length()
         keep = tokens_to_remove if tokens_to_remove > 0 else length + tokens_to_remove
@@ -226,6 +242,7 @@ class InfiniGenCache(Cache):
         # sliding layers first: they refuse what they cannot undo, and then nothing has changed
         for layer in sorted(self.layers, key=lambda layer: not layer.is_sliding):
             layer.crop(-removed)
+        self._prompt_until = min(self._prompt_until, self.get_seq_length())
         if self.get_seq_length() == 0:
             self._saw_prompt = False
 
@@ -259,9 +276,7 @@ class InfiniGenCache(Cache):
         super().batch_select_indices(indices)
 
     def activate_past_recording(self) -> None:
-        """Assisted decoding starts: short forwards after the next one verify drafts, token by
-        token.
-        """
+        """Assisted decoding starts: short forwards after the next one verify drafts."""
         super().activate_past_recording()
         self._drafting = "armed"
 
@@ -298,13 +313,15 @@ class InfiniGenCache(Cache):
             if self._drafting == "armed":
                 self._drafting = "yes"
             return
+        broken, self._interrupted = self._interrupted, True  # unless all layers go back
         for layer in self.layers:
             if isinstance(layer, OffloadedLayer):
-                self._interrupted |= not layer.take_back(step.start)
+                broken |= not layer.take_back(step.start)
             elif step.start == 0:
                 layer.reset()
-            elif layer.get_seq_length() != step.start:
-                self._interrupted = True  # it has dropped what it would need to go back
+            else:  # a sliding layer has dropped what it would need to go back
+                broken |= layer.get_seq_length() != step.start
+        self._interrupted = broken
 
     def _check_room(self, queries: int) -> None:
         """Several queries select by position, which slots of a full home are not."""
@@ -326,8 +343,7 @@ class InfiniGenCache(Cache):
         if held and held != {rows}:
             raise CacheStateError(
                 f"the cache holds {held.pop()} rows but the forward has {rows}: use a cache of "
-                "its own "
-                "for each batch"
+                "its own for each batch"
             )
 
 
@@ -338,8 +354,7 @@ def _visible_tokens(attention_mask: Tensor | None, rows: int, tokens: int) -> Te
     if attention_mask.dim() != 2:
         raise InputError(
             f"attention_mask has {attention_mask.dim()} dimensions: an attached model takes a "
-            "2-D mask "
-            "(rows, tokens), 1 for tokens and 0 for padding, or none"
+            "2-D mask (rows, tokens), 1 for tokens and 0 for padding, or none"
         )
     if attention_mask.shape != (rows, tokens):
         raise InputError(

@@ -1,6 +1,4 @@
-"""The full cache against selected ones on one prompt: what they fetch, how close they stay, how
-fast they step.
-"""
+"""The full cache against selected ones: what they fetch, how close they stay, how fast they are."""
 
 from __future__ import annotations
 

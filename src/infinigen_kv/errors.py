@@ -6,9 +6,7 @@ class InfiniGenError(Exception):
 
 
 class InputError(InfiniGenError, ValueError):
-    """Something that the caller gave is wrong: a value, a file, a model. The command line exits
-    with 2.
-    """
+    """Something that the caller gave is wrong: a value, a file, a model. Exit status 2."""
 
 
 class UnsupportedModelError(InputError):
@@ -20,9 +18,7 @@ class CalibrationError(InputError):
 
 
 class CacheStateError(InfiniGenError, RuntimeError):
-    """A cache was used where it cannot be: outside ``attach``, with another model, with another
-    batch.
-    """
+    """A cache was used where it cannot be: outside ``attach``, with another model or batch."""
 
 
 class HomeError(InfiniGenError, OSError):

@@ -87,8 +87,7 @@ def measure_fidelity(
     if not 0 < prompt_tokens < tokens.numel():
         raise InputError(
             f"prompt_tokens={prompt_tokens} is not valid: it must be at least 1 and leave tokens "
-            "to "
-            f"decode, but the text has {tokens.numel()} tokens"
+            f"to decode, but the text has {tokens.numel()} tokens"
         )
     started = time.perf_counter()
     with attach(model, calibration, config) as session:
@@ -159,17 +158,19 @@ def _measure(
 
 @contextmanager
 def forgetting(cache: InfiniGenCache) -> Iterator[None]:
-    """Take back what the block adds to the cache.
+    """Take back what the block adds to the cache, also where it fails.
 
     `crop` cannot, once a sliding layer's window is full; but such a layer never writes into its
     tensors, so that a shallow copy of it keeps its state.
     """
     length = cache.get_seq_length()
     before = [copy(layer) if layer.is_sliding else layer for layer in cache.layers]
-    yield
-    cache.layers = before
-    for layer in cache.offloaded:
-        layer.truncate(length)
+    try:
+        yield
+    finally:
+        cache.layers = before
+        for layer in cache.offloaded:
+            layer.truncate(length)
 
 
 def _perplexity(loss: float, tokens: int) -> float:

@@ -1,4 +1,4 @@
-"""Forward passes on an attached model, and the facade: load, generate, print."""
+"""Forward passes on an attached model."""
 
 from __future__ import annotations
 
@@ -15,18 +15,14 @@ from infinigen_kv.session import Session
 
 
 def cache_argument(model: PreTrainedModel) -> str:
-    """Name of the cache in the model's forward: ``cache``, in earlier releases
-    ``past_key_values``.
-    """
+    """Name of the cache in the model's forward; before ``cache`` it was ``past_key_values``."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def forward(
     model: PreTrainedModel, token_ids: Tensor, cache: Any, *, last_only: bool = False, **inputs: Any
 ) -> Tensor:
-    """Logits of new tokens ``(B, Q)`` on top of a cache: ``(B, Q, vocabulary)`` or ``(B, 1,
-    ...)``.
-    """
+    """Logits of new tokens ``(B, Q)`` on top of a cache: ``(B, Q or 1, vocabulary)``."""
     return model(
         input_ids=token_ids,
         use_cache=True,

@@ -70,9 +70,7 @@ class LanguageModel:
         self.storage = storage or StorageConfig()
 
     def encode(self, prompt: str, *, chat: bool = False) -> Tensor:
-        """Token ids ``(1, T)`` of a prompt; with ``chat`` as a user's turn in the model's
-        template.
-        """
+        """Token ids ``(1, T)`` of a prompt; with ``chat`` as a user's turn in its template."""
         if chat:
             if not self.tokenizer.chat_template:
                 raise InputError("this model's tokenizer has no chat template: leave chat off")

@@ -163,13 +163,17 @@ class OffloadedLayer(CacheLayerMixin):
         output = dense_attention(
             query, all_keys, all_values, scaling=scaling, softcap=softcap, mask=mask
         )
-        if step.queries > 1 and pool.room and slots is None and not step.selecting:
-            self._warm(query, all_keys, all_values, step)
+        if step.queries > 1 and pool.room and not step.selecting:
+            self._warm(query, all_keys, all_values, step, slots)
         return output
 
-    def _warm(self, query: Tensor, keys: Tensor, values: Tensor, step: Step) -> None:
-        """A prompt's KV passes through the device: leave there what will be wanted soon."""
+    def _warm(
+        self, query: Tensor, keys: Tensor, values: Tensor, step: Step, slots: Tensor | None
+    ) -> None:
+        """A prompt's KV passes through the device: tell the pool what will be wanted soon."""
         assert self.pool is not None
+        if slots is not None and (step.start > 0 or bool((slots < 0).any())):
+            return  # tokens and slots have parted
         likely = self.policy.likely(self.pool.room, query, keys, step)
         if likely is not None:
             index = likely.unsqueeze(-1)
@@ -191,9 +195,7 @@ class OffloadedLayer(CacheLayerMixin):
         return -1
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the newest ``-tokens_to_remove`` tokens; a positive number is the length to
-        keep.
-        """
+        """Remove the newest ``-tokens_to_remove`` tokens; a positive one is the length to keep."""
         length = self.get_seq_length()
         keep = tokens_to_remove if tokens_to_remove > 0 else length + tokens_to_remove
         if keep < length:
@@ -212,6 +214,7 @@ class OffloadedLayer(CacheLayerMixin):
             return True
         try:
             self.pool.discard()
+            self.pool.distrust()
             if self.is_croppable or length == 0:
                 self.truncate(length)
         except HomeError:

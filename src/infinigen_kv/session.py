@@ -77,6 +77,11 @@ class Session:
         if tokens < 0:
             raise InputError(f"tokens={tokens} is not valid: it must be an integer >= 0")
         plan = cache_plan(check_policy(policy), self.config, storage or self.storage)
+        if isinstance(plan.storage.capacity, float) and tokens == 0:
+            raise InputError(
+                f"capacity={plan.storage.capacity} is a share of the tokens that the cache is made "
+                "for: say how many in new_cache(tokens=...), or give the capacity in tokens"
+            )
         speculated = self._speculated(plan.config) if plan.selects else set()
         local = self._resident_layers(plan.storage, speculated) if plan.selects else set()
         apart = [spec for spec in self.adapter.layers if not spec.is_sliding]
@@ -105,8 +110,7 @@ class Session:
         if limit is not None and tokens > limit:
             raise InputError(
                 f"{tokens} tokens (prompt and new ones) are more than the model's {limit} "
-                "positions: "
-                "shorten the prompt or generate fewer tokens"
+                "positions: shorten the prompt or generate fewer tokens"
             )
 
     def _speculated(self, config: InfiniGenConfig) -> set[int]:
@@ -156,8 +160,7 @@ class Session:
         self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Before the decoder runs: tell the cache what is coming."""
-        if args:
-            kwargs = {**inspect.signature(decoder.forward).bind_partial(*args).arguments, **kwargs}
+        kwargs = _by_name(decoder, args, kwargs)
         cache = _find_cache(kwargs)
         if cache is None:
             return
@@ -198,7 +201,7 @@ class Session:
     @staticmethod
     def end_forward(decoder: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """After the decoder ran, or failed: then there is no output."""
-        cache = _find_cache(kwargs)
+        cache = _find_cache(_by_name(decoder, args, kwargs))
         if cache is not None:
             cache.end_forward(finished=output is not None)
 
@@ -266,9 +269,7 @@ def infinigen_attention(
     offloaded_layer: OffloadedLayer | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """A Transformers attention function: through the offloaded layer if there is one, else
-    plain.
-    """
+    """A Transformers attention function: the offloaded layer's if there is one, else plain."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if offloaded_layer is not None:
         output = offloaded_layer.attend(
@@ -308,6 +309,13 @@ def _add_hooks(session: Session, undo: ExitStack) -> None:
             return session.attention_input(index, args, kwargs)
 
         undo.callback(spec.module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+
+
+def _by_name(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The decoder's arguments by name, those that were passed by position included."""
+    if not args:
+        return kwargs
+    return {**inspect.signature(decoder.forward).bind_partial(*args).arguments, **kwargs}
 
 
 def _find_cache(kwargs: dict[str, Any]) -> InfiniGenCache | None:

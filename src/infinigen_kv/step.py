@@ -177,9 +177,7 @@ class StepCandidates:
 
     @cached_property
     def _limits(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Real candidates, always-kept, largest count ``(B or 1, Q)``, and queries without
-        selection.
-        """
+        """Real candidates, always-kept, largest count ``(B or 1, Q)``; queries that are exact."""
         step, config = self._step, self._step.config
         before = step.before
         least = before.clamp_max(config.recent_tokens + config.sink_tokens)

@@ -22,7 +22,7 @@ from infinigen_kv.link.lane import GATHERS, Gather, Lane, needs_lane
 from infinigen_kv.pool.capped import CappedHome
 from infinigen_kv.pool.codec import CODECS, codec_by_name
 from infinigen_kv.pool.disk import DiskStore
-from infinigen_kv.pool.disk_file import DiskFile
+from infinigen_kv.pool.disk_file import DEPTH, DiskFile
 from infinigen_kv.pool.linked import LinkedPool
 from infinigen_kv.pool.packed import PackedHome
 from infinigen_kv.pool.pinned import HostMemory, pinnable_bytes
@@ -84,7 +84,7 @@ class StorageConfig:
     evict: Eviction = "counter"
     resident: int | float | None = None
     resident_layers: Literal["auto"] | tuple[int, ...] = "auto"
-    queue_depth: int = 8
+    queue_depth: int = DEPTH
     pinned_bytes: int | None = None
     gather: Gather = "auto"
 
@@ -265,18 +265,19 @@ def hard_layers(report: Any) -> set[int]:
     return {int(layer) for layer, fit in report.items() if fit["unexplained"] > HARD_TO_PREDICT}
 
 
-def parse_size(name: str, text: str) -> int | float:
-    """``20%`` or ``0.2`` to a share, ``512`` or ``64MiB`` to an int; for the command line."""
+def parse_size(name: str, text: str, *, units: bool = True) -> int | float:
+    """``20%`` or ``0.2`` to a share, ``512`` or, with ``units``, ``64MiB`` to an int."""
     match = re.fullmatch(r"([0-9.]+)\s*(%|[KMG]iB|B)?", text)
     try:
         number = float(match[1]) if match else math.nan
     except ValueError:
         number = math.nan
-    if math.isnan(number):
-        raise InputError(
-            f"{name}={text!r} is not valid: it must be a share like 20% or 0.2, or a size"
-        )
     unit = match[2] if match and match[2] else ""
+    if math.isnan(number) or (unit in UNITS and unit and not units):
+        size = "a size like 64MiB" if units else "a number of tokens"
+        raise InputError(
+            f"{name} {text!r} is not valid: it must be a share like 20% or 0.2, or {size}"
+        )
     if unit == "%":
         return number / 100
     if unit == "" and "." in text:
@@ -291,7 +292,7 @@ def _pace(spec: LinkSpec, rate: float | None) -> Pace | None:
     if used is None:
         raise InputError(
             "link='emulated:paper' needs the speed of the model: measure it with "
-            "infinigen_kv.bench.paper_link_rate and pass rate=..."
+            "infinigen_kv.bench.paper_link_rate and pass new_cache(link_rate=...)"
         )
     return Pace(used, spec.latency)
 

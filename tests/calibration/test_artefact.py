@@ -212,6 +212,22 @@ def test_a_header_of_the_wrong_shape(saved: Path, name: str, value: Any) -> None
 
 
 @pytest.mark.parametrize(
+    ("layer", "fit"),
+    [
+        ("one", {"unexplained": 0.25}),
+        ("-1", {"unexplained": 0.25}),
+        ("", {"unexplained": 0.25}),
+        *(("1", fit) for fit in (None, 0.25, [0.25], "text", {}, {"own_weights": 0.25})),
+        *(("1", {"unexplained": share}) for share in (None, "0.25", [0.25], {}, True)),
+    ],
+)
+def test_a_report_of_the_wrong_shape(saved: Path, layer: str, fit: Any) -> None:
+    rewrite_header(saved, lambda header: header["report"].update({layer: fit}))
+    with pytest.raises(CalibrationError, match=f"its report on '{layer}' is not .*calibrate again"):
+        Calibration.load(saved)
+
+
+@pytest.mark.parametrize(
     ("payload", "message"),
     [
         (b"", "is not safetensors"),

@@ -437,7 +437,7 @@ def test_a_failed_read_of_all(
     [
         (None, "took 3584 bytes of 4096"),
         (errno.EIO, "cannot write 4096 bytes"),
-        (errno.ENOSPC, r"needs 4096 bytes more .* \d+ bytes are free .* --codec int4"),
+        (errno.ENOSPC, r"needs 4096 bytes more .* \d+ bytes are free .* codec='int4'"),
     ],
 )
 def test_a_failed_write_behind_the_computation(

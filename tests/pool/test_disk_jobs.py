@@ -7,10 +7,11 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 
+import numpy as np
 import pytest
 
 from infinigen_kv.errors import HomeError
-from infinigen_kv.pool.disk_jobs import Batch, WriteBehind, settle
+from infinigen_kv.pool.disk_jobs import BYTES_PER_TASK, PIECES_PER_TASK, Batch, WriteBehind, settle
 
 
 @pytest.fixture
@@ -34,13 +35,19 @@ def test_settling_waits_for_all_and_tells_the_first_failure(pool: ThreadPoolExec
 def test_a_batch_does_each_piece_once(pool: ThreadPoolExecutor, depth: int) -> None:
     done: list[int] = []
     batch = Batch(done.append, [(number,) for number in range(50)], pool, depth)
-    assert len(batch.futures) == depth
+    assert len(batch.futures) == min(depth, -(-50 // PIECES_PER_TASK))  # few small pieces each
     batch.wait()
     assert sorted(done) == list(range(50))
 
 
 def test_no_more_tasks_than_pieces(pool: ThreadPoolExecutor) -> None:
-    assert len(Batch(lambda: None, [(), ()], pool, depth=9).futures) == 2
+    large = np.zeros(4 * BYTES_PER_TASK, np.uint8)
+    assert len(Batch(lambda piece: None, [(large,), (large,)], pool, depth=9).futures) == 2
+
+
+def test_a_large_piece_is_worth_a_task_of_its_own(pool: ThreadPoolExecutor) -> None:
+    large = np.zeros(BYTES_PER_TASK, np.uint8)
+    assert len(Batch(lambda piece: None, [(large,)] * 6, pool, depth=4).futures) == 4
 
 
 def test_whoever_waits_helps() -> None:

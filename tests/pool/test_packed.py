@@ -207,15 +207,6 @@ def test_a_token_that_cannot_be_packed_leaves_the_home_as_it_was(held: int) -> N
     assert home.length == 3 * GROUP + held
 
 
-def test_stored_slots_need_no_look_at_the_tail() -> None:
-    home = empty_home("int4")
-    home.append(*tokens(2, GROUP + 3, seed=9))
-    slots = torch.arange(GROUP).expand(2, HEADS, -1)
-    reading = home.prepare(slots, all_stored=True)
-    assert reading.overlay is None
-    assert_equal(reading.decode(home.store.read(slots)), home.gather(slots))
-
-
 def test_bytes() -> None:
     home = empty_home("int4", capacity=10_000)
     entry = 8 + (KEY_DIM + VALUE_DIM) // 2 + 3  # to a multiple of 4

@@ -237,12 +237,12 @@ def test_filling_up_and_overwriting_at_once_after_going_back() -> None:
 
 @pytest.mark.parametrize("capacity", [1, 0, -5])
 def test_too_small_a_capacity_is_refused(capacity: int) -> None:
-    with pytest.raises(InputError, match=f"capacity is {capacity}: .* at least 2"):
+    with pytest.raises(InputError, match=rf"capacity={capacity} is not valid: .* integer >= 2"):
         SlotMap(capacity)
 
 
 def test_an_unknown_eviction_is_refused() -> None:
-    with pytest.raises(InputError, match="'random': allowed are fifo, lru, counter"):
+    with pytest.raises(InputError, match=r"eviction='random' is not valid: .* fifo, lru, counter"):
         SlotMap(4, "random")  # type: ignore[arg-type]
 
 

@@ -152,7 +152,17 @@ def _read_header(path: Path) -> dict[str, Any]:
     for name in ("fingerprint", "settings", "report"):
         if not isinstance(header.setdefault(name, {}), dict):
             raise CalibrationError(f"{path} is damaged: {name!r} is no object; calibrate again")
+    for layer, fit in header["report"].items():
+        if not (layer.isdecimal() and _is_fit(fit)):
+            raise CalibrationError(
+                f"{path} is damaged: its report on {layer!r} is not a layer's; calibrate again"
+            )
     return header
+
+
+def _is_fit(value: object) -> bool:
+    share = value.get("unexplained") if isinstance(value, dict) else None
+    return isinstance(share, (int, float)) and not isinstance(share, bool)
 
 
 def _layers(tensors: dict[str, Tensor]) -> dict[int, LayerCalibration]:

@@ -194,8 +194,8 @@ def _fit(
     if not bool(sums.input_moment.isfinite().all() & sums.cross_moment.isfinite().all()):
         raise InfiniGenError(
             f"the inputs or queries of layer {index} contain NaN or infinity, so it cannot be "
-            "calibrated; "
-            "check the model's weights and dtype (float16 may overflow where bfloat16 does not)"
+            "calibrated; check the model's weights and dtype (float16 may overflow where bfloat16 "
+            "does not)"
         )
     down, up = fit_correction(sums.input_moment, sums.cross_moment, weight, bias, rank)
     own = torch.zeros(sums.cross_moment.shape, dtype=torch.float64)

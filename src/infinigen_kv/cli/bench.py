@@ -11,7 +11,7 @@ from infinigen_kv.cli.files import read_text
 from infinigen_kv.cli.loading import calibrated, check_fit, load, read_calibration
 from infinigen_kv.cli.options import JsonOption, ModelOptions, SelectionOptions
 from infinigen_kv.cli.output import percent, print_json, table
-from infinigen_kv.cli.storage_options import StorageOptions
+from infinigen_kv.cli.storage_options import StorageOptions, storage_record
 from infinigen_kv.errors import InputError
 from infinigen_kv.progress import bar
 from infinigen_kv.texts import documentation_text
@@ -54,12 +54,15 @@ def bench(
     from infinigen_kv.policies.registry import check_policy
 
     names = [check_policy(name.strip()) for name in policies.split(",") if name.strip()]
+    if not names:
+        raise InputError(f"--policies {policies!r} names none: the default is {POLICIES}")
     config, where = selection.config(), storage.config()
     content = documentation_text() if text is None else read_text(text, option="--text")
     given = read_calibration(selection.calibration)
     loaded = load(target)
     import torch
 
+    from infinigen_kv.bench import EXTRA_STEPS
     from infinigen_kv.bench import bench as run
     from infinigen_kv.session import attach
 
@@ -70,7 +73,7 @@ def bench(
             f"--prompt-tokens {prompt_tokens} and --batch {batch} need {needed} tokens, but the "
             f"text has {len(ids)}"
         )
-    check_fit(loaded, given, config, prompt_tokens + decode_tokens)
+    check_fit(loaded, given, config, prompt_tokens + decode_tokens + EXTRA_STEPS)
     made = calibrated(loaded, given)
     starts = range(0, batch * APART, APART)
     prompt = torch.tensor([ids[start : start + prompt_tokens] for start in starts])
@@ -84,7 +87,7 @@ def bench(
         )
     if json:
         echo = {"model": target.model, "dtype": str(loaded.model.dtype).removeprefix("torch.")}
-        settings = {"config": asdict(config), "storage": {**asdict(where), "home_dir": None}}
+        settings = {"config": asdict(config), "storage": storage_record(where)}
         print_json({**echo, **settings, **result.to_dict()})
     else:
         _print(result, target.model)
@@ -120,3 +123,8 @@ def _print(result: BenchResult, model: str) -> None:
         for each in result.policies
     ]
     table(title, columns, rows)
+    for each in result.policies:
+        if each.resident_layers:
+            kept = ", ".join(map(str, each.resident_layers))
+            size = sum(each.resident_layers.values()) / 1e6
+            typer.echo(f"{each.policy} keeps all KV of layer {kept} on the device: {size:.1f} MB")

@@ -13,7 +13,7 @@ from infinigen_kv.cli.files import ensure_folder, write_text
 from infinigen_kv.cli.loading import calibrated, load
 from infinigen_kv.cli.options import DTYPES, JsonOption, ModelOptions, parse_dtype
 from infinigen_kv.cli.output import json_text, percent, print_json, say, table
-from infinigen_kv.cli.storage_options import StorageOptions
+from infinigen_kv.cli.storage_options import StorageOptions, link_note, storage_record
 from infinigen_kv.config import InfiniGenConfig
 from infinigen_kv.progress import bar
 
@@ -72,7 +72,7 @@ def demo(
         "model": MODEL,
         "dtype": dtype,
         "question": QUESTION,
-        "storage": {**asdict(where), "home_dir": None},
+        "storage": storage_record(where),
         "configs": {name: asdict(config) for name, config in configs.items()},
         **result.to_dict(),
         "picture": str(output / PICTURE),
@@ -80,7 +80,7 @@ def demo(
     }
     title = f"SmolLM2-135M, {result.prompt_tokens} prompt tokens, {result.new_tokens} new ones"
     if storage.given():
-        title += f", home {where.home}, link {where.link}, codec {where.codec}"
+        title += f", home {where.home}, codec {where.codec}{link_note(where)}"
     plot_layers(result, output / PICTURE, title=title)
     write_text(output / RECORD, json_text(record, indent=1) + "\n")
     _print(result, QUESTION, title)

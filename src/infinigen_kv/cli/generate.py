@@ -12,7 +12,7 @@ from infinigen_kv.cli.files import STDIN, check_text, read_text
 from infinigen_kv.cli.loading import calibrated, check_fit, load, read_calibration
 from infinigen_kv.cli.options import JsonOption, ModelOptions, SelectionOptions
 from infinigen_kv.cli.output import percent, print_json, say
-from infinigen_kv.cli.storage_options import StorageOptions
+from infinigen_kv.cli.storage_options import StorageOptions, link_note, storage_record
 from infinigen_kv.errors import InputError
 
 if TYPE_CHECKING:
@@ -71,12 +71,13 @@ def generate(
         full=full,
         streamer=TextStreamer(loaded.tokenizer, skip_prompt=True, skip_special_tokens=True),
     )
-    say(_summary(generation, full=full))
+    say(_summary(generation, full=full) + link_note(where))
     if json:
         print_json(
             {
                 "model": target.model,
                 "config": None if full else asdict(config),
+                "storage": storage_record(where),
                 "text": generation.text,
                 "prompt_tokens": generation.prompt_tokens,
                 "new_tokens": len(generation.token_ids),

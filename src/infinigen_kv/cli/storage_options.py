@@ -84,20 +84,34 @@ class StorageOptions:
 
     def config(self) -> StorageConfig:
         """Validated settings; errors name the option as it was typed."""
+        from infinigen_kv.pool.scratch import existing
         from infinigen_kv.storage import StorageConfig, parse_size
 
         values: dict[str, Any] = asdict(self)
         for name in ("capacity", "resident"):
             if values[name] is not None:
-                values[name] = parse_size(f"--{name}", values[name])
+                values[name] = parse_size(f"--{name}", values[name], units=name == "resident")
         values["resident_layers"] = _layers(self.resident_layers)
         try:
+            if self.home == "disk":
+                existing(self.home_dir)  # before a model is loaded and calibrated
             return StorageConfig(**values)
         except InputError as error:
             field, separator, rest = str(error).partition("=")
             if not separator or field not in values:
                 raise
             raise InputError(f"--{field.replace('_', '-')} {rest}") from error
+
+
+def storage_record(config: StorageConfig) -> dict[str, Any]:
+    """Plain values for JSON."""
+    folder = config.home_dir
+    return {**asdict(config), "home_dir": None if folder is None else str(folder)}
+
+
+def link_note(config: StorageConfig) -> str:
+    """What to add to figures that were taken over an emulated link; empty for a real one."""
+    return f", EMULATED link {config.link}" if config.link.startswith("emulated") else ""
 
 
 def _layers(text: str) -> Any:

@@ -7,6 +7,7 @@ it; its result may be used only after `Transfer.wait`; `Link.close` waits for wh
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
@@ -74,12 +75,12 @@ class Link:
 
     def fetch(self, store: Store, slots: Tensor, entries: int) -> Transfer:
         """Start to move the slots ``(B, H_kv, n)``, of which ``entries`` are real ones."""
-        return self._start(store.start_read(slots), entries * store.entry_bytes)
+        return self._start(lambda: store.start_read(slots), entries * store.entry_bytes)
 
     def fetch_all(self, store: Store) -> Transfer:
         """Start to move everything a store holds."""
         entries = store.rows * store.heads * store.length
-        return self._start(store.start_read_all(), entries * store.entry_bytes)
+        return self._start(store.start_read_all, entries * store.entry_bytes)
 
     def sent(self, nbytes: int) -> None:
         """Account for bytes written from the device to a home; they occupy the link, unwaited."""
@@ -93,11 +94,14 @@ class Link:
             if executor is not None:
                 executor.shutdown(wait=True, cancel_futures=True)
 
-    def _start(self, pending: PendingRead, nbytes: int) -> Transfer:
+    def _start(self, read: Callable[[], PendingRead], nbytes: int) -> Transfer:
         self.statistics.bytes_down += nbytes
         self.statistics.transfers += 1
         started = time.perf_counter()
         over = None if self.pace is None else self.pace.book(nbytes)
+        pending = read()
+        # what the caller's own thread does for a transfer keeps the computation waiting too
+        self.statistics.wait_seconds += time.perf_counter() - started
         return _HostTransfer(self, pending, started, over)
 
     def arrive(self, pending: PendingRead, started: float, over: float | None) -> Tensor:

@@ -95,7 +95,5 @@ class LinkSpec:
 
 
 def paper_rate(layer_bytes: int, block_seconds: float) -> float:
-    """Bytes per second at which streaming one layer's KV takes 18.5 times one block's
-    computation.
-    """
+    """Bytes per second that stream one layer's KV in 18.5 times one block's computation."""
     return layer_bytes / (PAPER_RATIO * block_seconds)

@@ -22,9 +22,7 @@ LAST_QUERIES = 16  # of a prompt; they tell best what the first steps will want
 SPARE_TOKENS = 512  # room for appends before a partial-key buffer has to grow
 
 PredictQuery = Callable[[Tensor, Step], Tensor]
-"""``(hidden (B, Q, M), step) -> (B, H, Q, D)``: this layer's query, read from the previous
-layer.
-"""
+"""``(hidden (B, Q, M), step) -> (B, H, Q, D)``: this layer's query from the previous layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +43,9 @@ class RehearsalLayer:
 class InfiniGenPolicy(Policy):
     """Speculative selection with partial keys kept on the device.
 
-    Prompt statistics grow while the layer attends in full; the first selecting step after that
-    turns them into a `Projection` and the pool's keys into partial keys.
+    Prompt statistics grow while the layer attends in full. Of a prompt read in one forward they
+    become a `Projection`, and its keys partial keys, as soon as it passes. After a prompt in chunks
+    or a later turn the first step that selects does that, with the keys that the pool returns.
     """
 
     def __init__(self, layer: RehearsalLayer, config: InfiniGenConfig) -> None:
@@ -101,7 +100,7 @@ class InfiniGenPolicy(Policy):
         return choose(scores, step.candidates, self._config.alpha)
 
     def likely(self, count: int, query: Tensor, keys: Tensor, step: Step) -> Tensor | None:
-        """What the prompt's last queries would have selected, by their true scores."""
+        """What the prompt's last queries would like best, by their true scores."""
         last = query[:, :, -LAST_QUERIES:]
         scores = grouped_scores(last, keys, self._layer.scaling, self._layer.softcap)
         if step.visible is not None:

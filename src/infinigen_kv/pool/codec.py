@@ -57,8 +57,7 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, keys: Tensor, values: Tensor) -> Packed:
-        """Pack ``keys`` ``(B, H_kv, Q, D)`` and ``values`` ``(B, H_kv, Q, D_v)``; Q is a multiple
-        of `group`.
+        """Pack ``keys`` ``(B, H_kv, Q, D)`` and ``values`` ``(B, H_kv, Q, D_v)``, whole groups.
 
         Raises
         ------
@@ -70,8 +69,7 @@ class Codec(ABC):
     def decode(
         self, entries: Tensor, scales: Tensor | None, shape: EntryShape
     ) -> tuple[Tensor, Tensor]:
-        """Unpack keys ``(..., n, D)`` and values ``(..., n, D_v)``; may share memory with
-        ``entries``.
+        """Unpack keys ``(..., n, D)`` and values ``(..., n, D_v)``; may share the entries' memory.
 
         Parameters
         ----------
@@ -234,8 +232,8 @@ def quantise(numbers: Tensor, axis: int, levels: int, what: str) -> tuple[Tensor
         bad = numbers[~(wide.abs() <= limit)]
         raise InfiniGenError(
             f"{bad.numel()} numbers of the {what} cannot be quantised, the first is "
-            f"{bad[0].item()}: allowed are finite ones up to {limit:.4g}. The model overflowed in "
-            f"{numbers.dtype}: load it in a wider dtype, or use the codec none"
+            f"{bad[0].item()}: they must be finite and at most {limit:.4g}. The model overflowed "
+            f"in {numbers.dtype}: load it in a wider dtype, or use codec='none'"
         )
     scale = _round_up((top - zero) / levels, numbers.dtype)
     # a scale of 0 has differences of 0 alone, so what divides them does not matter
@@ -264,5 +262,5 @@ def codec_by_name(name: str) -> Codec:
         For another name.
     """
     if name not in _CODECS:
-        raise InputError(f"codec is {name!r}: allowed are {', '.join(CODECS)}")
+        raise InputError(f"codec={name!r} is not valid: it must be one of {', '.join(CODECS)}")
     return _CODECS[name]()

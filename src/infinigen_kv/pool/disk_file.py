@@ -21,7 +21,7 @@ from infinigen_kv.pool.disk_jobs import Batch, WriteBehind, settle
 from infinigen_kv.pool.disk_layout import BLOCK, Bytes, Indices
 
 WRITE_BEHIND = 64 * 1024 * 1024  # bytes
-DEPTH = 16
+DEPTH = 16  # reads in flight at a time
 # Measured on a virtual NVMe disk with 8000 tokens: a read of its own costs about 15 us, one more
 # block in a longer read 2.5 us; 4 was the fastest or as fast as any at every share wanted.
 GAP = 4
@@ -154,7 +154,7 @@ class DiskFile:
         if count != len(into):
             raise HomeError(
                 f"the disk home in {self.directory} returned {count} bytes of {len(into)}: "
-                "check the disk, or choose another --home-dir"
+                "check the disk, or choose another home_dir"
             )
 
     def write(self, content: Bytes, offset: int) -> None:
@@ -172,7 +172,7 @@ class DiskFile:
         if count != len(content):
             raise HomeError(
                 f"the disk home in {self.directory} took {count} bytes of {len(content)}: "
-                "check the disk and its free space, or choose another --home-dir"
+                "check the disk and its free space, or choose another home_dir"
             )
 
     def check(self) -> None:
@@ -209,8 +209,8 @@ class DiskFile:
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
                 raise InputError(
-                    f"home_dir is {str(self.directory)!r}, where no file can be created "
-                    f"({error.strerror}): give a directory that can be written to"
+                    f"home_dir={str(self.directory)!r} is not valid: it must be a directory that "
+                    f"can be written to ({error.strerror})"
                 ) from error
             raise self._failure("create", BLOCK, error) from error
 
@@ -220,7 +220,7 @@ class DiskFile:
         if error.errno not in _FULL:
             return HomeError(
                 f"the disk home in {self.directory} cannot {verb} {nbytes} bytes "
-                f"({error.strerror}): check the disk, or choose another --home-dir"
+                f"({error.strerror}): check the disk, or choose another home_dir"
             )
         try:
             free = f"{shutil.disk_usage(self.directory).free} bytes"
@@ -229,5 +229,5 @@ class DiskFile:
         return HomeError(
             f"the disk home in {self.directory} needs {nbytes} bytes more than the "
             f"{self._size} it has, and {free} are free ({error.strerror}): use a shorter prompt, "
-            "a smaller batch or --codec int4, or choose another --home-dir"
+            "a smaller batch or codec='int4', or choose another home_dir"
         )

@@ -28,6 +28,10 @@ def settle(futures: Iterable[Future[None]]) -> BaseException | None:
     return failure
 
 
+PIECES_PER_TASK = 16
+BYTES_PER_TASK = 512 * 1024
+
+
 class Batch:
     """Pieces of one read, taken from a common list by up to ``depth`` tasks at a time."""
 
@@ -44,7 +48,10 @@ class Batch:
         if executor is None:
             self._run()
             return
-        for _ in range(min(depth, len(self._pieces))):
+        # a thread that is woken for a single small piece costs more than the piece
+        nbytes = sum(getattr(piece[0], "nbytes", 0) for piece in self._pieces)
+        tasks = max(-(-len(self._pieces) // PIECES_PER_TASK), nbytes // BYTES_PER_TASK)
+        for _ in range(min(depth, len(self._pieces), tasks)):
             self.futures.append(executor.submit(self._run))
 
     def wait(self) -> None:

@@ -1,6 +1,4 @@
-"""A pool whose home is apart from the device: entries cross a link, the resident set spares
-some.
-"""
+"""A pool whose home is apart from the device: entries cross a link, unless they are resident."""
 
 from __future__ import annotations
 
@@ -20,6 +18,7 @@ from infinigen_kv.pool.resident import Misses, ResidentSet
 from infinigen_kv.pool.slots import Eviction, SlotMap
 from infinigen_kv.rehearsal.select import Selection
 
+LIKELY = 5  # a fifth of a limited home is named as likely to be wanted after a prompt
 RING = 64  # newest tokens that stay on the device, where there is a resident set
 
 
@@ -99,7 +98,9 @@ class LinkedPool(Pool):
 
     @property
     def room(self) -> int:
-        return self._budget
+        if self._maps is None or self._maps[0].capacity is None:
+            return self._budget
+        return max(self._budget, self._maps[0].capacity // LIKELY)
 
     @property
     def free(self) -> int | None:
@@ -198,7 +199,13 @@ class LinkedPool(Pool):
             if fetch.misses is not None and self._resident is not None:
                 self._resident.forget(fetch.misses)
 
+    def distrust(self) -> None:
+        self._resident = None
+
     def warm(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        if self._maps is not None:  # so that the first victims are others
+            self._touch(slots, None)
+        slots, keys, values = (each[:, :, : self._budget] for each in (slots, keys, values))
         if self._budget == 0 or slots.shape[2] == 0:
             return
         resident = self._resident_set(keys, values)

@@ -52,9 +52,7 @@ class Reading:
     overlay: Overlay | None
 
     def decode(self, entries: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of the slots asked for; ``entries`` ``(B, H_kv, n, E)``, on the
-        device.
-        """
+        """Keys and values of the slots asked for; ``entries`` ``(B, H_kv, n, E)`` on the device."""
         if self.overlay is None:
             return self.codec.decode(entries, self.scales, self.shape)
         widths = self.shape.dim, self.shape.value_dim
@@ -81,9 +79,7 @@ class FullReading:
     slots: None = None
 
     def decode(self, entries: Tensor) -> tuple[Tensor, Tensor]:
-        """All keys and values, ``(B, H_kv, T, D)``; ``entries`` ``(B, H_kv, stored, E)``, on the
-        device.
-        """
+        """All keys and values ``(B, H_kv, T, D)``; ``entries`` ``(B, H_kv, stored, E)``."""
         if self.scales is None:
             return self.codec.decode(entries, None, self.shape)
         new_keys, new_values = self.tail.split((self.shape.dim, self.shape.value_dim), dim=-1)
@@ -190,25 +186,20 @@ class PackedHome:
             keys, values = keys[:, :, taken:], values[:, :, taken:]
         self._extend_tail(keys, values)
 
-    def prepare(self, slots: Tensor, *, all_stored: bool = False) -> Reading:
-        """Read all that is on the device about the slots ``(B, H_kv, n)``.
-
-        ``all_stored`` promises that none of them is in the tail, which saves looking there.
-        """
+    def prepare(self, slots: Tensor) -> Reading:
+        """Read all that is on the device about the slots ``(B, H_kv, n)``."""
         if not self._grouped:
             return Reading(slots, self.codec, self.shape, None, None)
         overlay = None
         stored = self.store.length
-        if self._tail_length and not all_stored:
+        if self._tail_length:
             overlay = self._overlay(self._tail_places(slots))
             slots = slots.clamp(max=stored - 1) if stored else slots[..., :0]
         scales = self._scales.gather(self._groups(slots))
         return Reading(slots, self.codec, self.shape, scales, overlay)
 
     def prepare_all(self) -> Reading | FullReading:
-        """As `prepare`, for all tokens; where the reading's ``slots`` are None, move the whole
-        store.
-        """
+        """As `prepare`, for all tokens; where ``slots`` are None, move the whole store."""
         tail = self._tail[:, :, : self._tail_length].clone()
         scales = self._scales.view() if self._grouped else None
         return FullReading(self.codec, self.shape, scales, tail)

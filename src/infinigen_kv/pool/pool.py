@@ -80,12 +80,18 @@ class Pool(ABC):
     def discard(self) -> None:
         """Forget what was started and will not be collected."""
 
+    def distrust(self) -> None:
+        """Forget what the device keeps beside the home: a step may have left it half-written."""
+
     def warm(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """A hint to keep the entries of these slots ``(B, H_kv, n)``, which are on the device."""
+        """A hint that these slots ``(B, H_kv, n)``, best first, will be wanted soon.
+
+        ``keys`` and ``values`` are their entries, which are on the device.
+        """
 
     @property
     def room(self) -> int:
-        """Fetched entries per head that the device can keep; 0 where that is no question."""
+        """Entries per head that `warm` has a use for."""
         return 0
 
     @abstractmethod

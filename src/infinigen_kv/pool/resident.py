@@ -65,9 +65,7 @@ class ResidentSet:
         )
 
     def reserve(self, slots: int) -> None:
-        """Make room for slots below ``slots``, and a spare column, in the map; before they are
-        used.
-        """
+        """Make room in the map for slots below ``slots`` and a spare column, before their use."""
         rows, heads, columns = self._place_of.shape
         if slots + 1 > columns:
             grown = self._place_of.new_full(

@@ -58,18 +58,24 @@ def remove_leftovers(directory: Path) -> list[Path]:
 def existing(directory: str | os.PathLike[str] | None) -> Path:
     """The directory for scratch files, the temporary one by default; raises `InputError`."""
     if sys.platform == "win32":
-        raise InputError("home is 'disk', which needs a POSIX system: use home='ram'")
+        raise InputError(
+            "home='disk' is not valid: it must be 'ram' where there are no POSIX files"
+        )
     try:
         path = Path(tempfile.gettempdir() if directory is None else directory).absolute()
     except FileNotFoundError as error:
-        raise InputError(f"home_dir is not given and {error}: give a directory") from error
+        raise InputError(
+            f"home_dir=None is not valid: it must be a directory, as {error}"
+        ) from error
     try:
         if stat.S_ISDIR(path.stat().st_mode):
             return path
         fault = "is not a directory"
     except (OSError, ValueError) as error:  # ValueError: a null byte
         fault = f"cannot be used ({getattr(error, 'strerror', None) or error})"
-    raise InputError(f"home_dir is {str(path)!r}, which {fault}: give an existing directory")
+    raise InputError(
+        f"home_dir={str(path)!r} is not valid: it must be an existing directory, and this {fault}"
+    )
 
 
 def create(directory: Path, named: bool) -> tuple[int, Path | None]:

@@ -54,11 +54,13 @@ class SlotMap:
     def __init__(self, capacity: int | None, eviction: Eviction = "counter") -> None:
         if capacity is not None and capacity < SMALLEST_CAPACITY:
             raise InputError(
-                f"capacity is {capacity}: allowed are whole numbers of at least "
-                f"{SMALLEST_CAPACITY} tokens, or None for no limit"
+                f"capacity={capacity!r} is not valid: it must be an integer >= "
+                f"{SMALLEST_CAPACITY}, or None for no limit"
             )
         if eviction not in EVICTIONS:
-            raise InputError(f"eviction is {eviction!r}: allowed are {', '.join(EVICTIONS)}")
+            raise InputError(
+                f"eviction={eviction!r} is not valid: it must be one of {', '.join(EVICTIONS)}"
+            )
         self.capacity = capacity
         self.eviction = eviction
         self.length = 0
@@ -94,7 +96,7 @@ class SlotMap:
             dropped at once.
         """
         if count < 0:
-            raise InputError(f"count is {count}: allowed are 0 and more tokens")
+            raise InputError(f"count={count!r} is not valid: it must be an integer >= 0")
         dropped = 0 if self.capacity is None else max(0, count - self.capacity)
         kept = count - dropped
         free = kept if self.capacity is None else min(kept, self.capacity - self.length)
@@ -126,7 +128,7 @@ class SlotMap:
             return
         if slots.view(np.uint64).max() >= self.length:  # negative ones are huge
             raise InputError(
-                f"slots from {slots.min()} to {slots.max()} were touched: allowed are those in "
+                f"slots from {slots.min()} to {slots.max()} were touched: they must be in "
                 f"use, 0 to {self.length - 1}"
             )
         if self.eviction == "lru":

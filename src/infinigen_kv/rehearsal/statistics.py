@@ -127,8 +127,8 @@ class Moments(PromptStatistics):
         if not bool(torch.isfinite(self.key_outer).all() & torch.isfinite(self.query_outer).all()):
             raise InfiniGenError(
                 "the prompt's queries or keys contain NaN or infinity, so no rehearsal can be "
-                "built; "
-                "check the model's weights and dtype (float16 may overflow where bfloat16 does not)"
+                "built; check the model's weights and dtype (float16 may overflow where bfloat16 "
+                "does not)"
             )
         mean = self.key_sum / self.count.clamp_min(1)
         covariance = self.key_outer - self.count * (mean.mT @ mean)
