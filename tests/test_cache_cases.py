@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from copy import deepcopy
 from functools import partial
@@ -569,3 +570,18 @@ def test_positions_and_masks_of_reference_agree_with_the_model() -> None:
         whole = model(ids, attention_mask=mask, position_ids=positions_of(mask)).logits
     stepped = run(model, DynamicCache(config=model.config), ids, mask, prompt=6)
     assert_close(stepped[mask.bool()], whole[mask.bool()], atol=1e-4, rtol=1e-4)
+
+
+def test_a_step_leaves_no_cyclic_garbage(llama: tuple[Any, Any]) -> None:
+    """Tensors in cycles wait for the collector, and the process grows step by step."""
+    model, _ = llama
+    with attach(*llama, selecting()) as session, torch.no_grad():
+        cache = session.new_cache()
+        run(model, cache, tokens(1, PROMPT + 2), prompt=PROMPT)
+        gc.collect()
+        gc.disable()
+        try:
+            feed(model, cache, tokens(1, PROMPT + 3), None, slice(PROMPT + 2, PROMPT + 3))
+            assert gc.collect() == 0
+        finally:
+            gc.enable()

@@ -306,6 +306,7 @@ class InfiniGenCache(Cache):
     def _close_step(self, finished: bool) -> None:
         step, self._step, self._thread = self._step, None, None
         assert step is not None
+        step.release()
         for layer in self.offloaded:
             layer.begin(None)
         if finished:

@@ -130,6 +130,12 @@ class Step:
         """What this step's selections choose from."""
         return StepCandidates(self)
 
+    def release(self) -> None:
+        """The forward is over: drop the candidates, which refer back here, so that what both hold
+        goes at once. Left to the garbage collector it would pile up between large tensors.
+        """
+        self.__dict__.pop("candidates", None)
+
     def rotary(self, adapter: Adapter, index: int, hidden: Tensor) -> Rotary:
         """Cosines and sines of layer ``index`` at this step's positions, computed once per kind."""
         key = (adapter.rotary_key(index), hidden.device)
