@@ -2,8 +2,8 @@
 
     python benchmarks/disk_memory.py [--prompt-tokens 7900] [--chunk 256] [--batch 4]
 
-Every setting runs in a process of its own. One JSON object per setting on stdout. float32, because in
-bfloat16 oneDNN keeps a compiled kernel for every shape that it has met, hundreds of MB in the end.
+Every setting runs in a process of its own. One JSON object per setting on stdout. float32, because
+in bfloat16 oneDNN keeps a compiled kernel for every shape that it has met: hundreds of MB.
 """
 
 from __future__ import annotations
