@@ -47,6 +47,8 @@ class Step:
         Whether layers may attend to a selection; otherwise attention is exact.
     recorder
         Told what each layer attends to, or None.
+    prompt_ends
+        Whether a prompt ends with this forward; None if nobody said.
     """
 
     def __init__(
@@ -60,7 +62,9 @@ class Step:
         selecting: bool,
         config: InfiniGenConfig,
         recorder: Recorder | None = None,
+        prompt_ends: bool | None = None,
     ) -> None:
+        self.prompt_ends = prompt_ends
         self.start = start
         self.queries = queries
         self.rows = rows
@@ -70,6 +74,13 @@ class Step:
         self.recorder = recorder
         self.selecting = selecting and self._some_query_is_long()
         self._rotary: dict[Hashable, Rotary] = {}
+
+    @property
+    def may_end_prompt(self) -> bool:
+        """Whether this forward is exact, and a prompt's last as far as is known."""
+        if self.selecting:
+            return False
+        return self.queries > 1 if self.prompt_ends is None else self.prompt_ends
 
     @cached_property
     def before(self) -> Tensor:
@@ -182,6 +193,22 @@ class StepCandidates:
         return torch.where(exact, before, torch.minimum(torch.maximum(wanted, least), most))
 
     @cached_property
+    def limits(self) -> Tensor:
+        before, least, most, exact = self._limits
+        pairs = torch.stack(
+            [torch.where(exact, before, least), torch.where(exact, before, most)], dim=-1
+        )
+        return pairs[:, 0].expand(self._step.rows, 2).contiguous()
+
+    @cached_property
+    def marks(self) -> Tensor | None:
+        return None if self.allowed is None else _marks(self.allowed, self._kept)
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        return self._step.config.sink_tokens, self._step.config.recent_tokens
+
+    @cached_property
     def _limits(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Real candidates, always-kept, largest count ``(B or 1, Q)``; queries that are exact."""
         step, config = self._step, self._step.config
@@ -234,6 +261,21 @@ class HeldCandidates:
         share = (self._held * config.max_fetch).floor().long()
         self._most = torch.maximum(share, self._least)
 
+    @property
+    def limits(self) -> Tensor:
+        exact = self._exact.expand_as(self._held)
+        pairs = [torch.where(exact, self._held, each) for each in (self._least, self._most)]
+        return torch.cat(pairs, dim=1)
+
+    @property
+    def marks(self) -> Tensor | None:
+        allowed = torch.ones_like(self._kept) if self.allowed is None else self.allowed
+        return _marks(allowed, self._kept)
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        return 0, 0
+
     def mark_kept(self, margin: Tensor) -> None:
         margin.masked_fill_(self._kept.to(margin.device), float("inf"))
 
@@ -242,3 +284,8 @@ class HeldCandidates:
             torch.maximum(wanted, self._least.to(wanted.device)), self._most.to(wanted.device)
         )
         return torch.where(self._exact.to(wanted.device), self._held.to(wanted.device), limited)
+
+
+def _marks(allowed: Tensor, kept: Tensor) -> Tensor:
+    """``(B, S)`` bytes of the booleans ``(B, 1, 1, S)``; see `rehearsal.select.Candidates`."""
+    return (allowed.to(torch.uint8) + kept.to(torch.uint8)).flatten(1).contiguous()

@@ -69,6 +69,11 @@ class TokenBuffer:
         """The storage as ``(B * H * capacity, W)``, unused places included, sharing memory."""
         return self._storage.view(-1, self._storage.shape[3])
 
+    @property
+    def storage(self) -> Tensor:
+        """``(B, H, capacity, W)``, unused places included, sharing memory."""
+        return self._storage
+
     def view(self) -> Tensor:
         """The tokens written so far, ``(B, H, T, W)``, sharing memory."""
         return self._storage[:, :, : self.length]

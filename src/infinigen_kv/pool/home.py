@@ -7,6 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from infinigen_kv.pool.buffer import TokenBuffer
+from infinigen_kv.pool.entries import Entries
 
 
 class Home(Protocol):
@@ -82,6 +83,10 @@ class RamHome:
 
     def all(self) -> tuple[Tensor, Tensor]:
         return self._keys.view(), self._values.view()
+
+    def in_place(self, slots: Tensor) -> Entries:
+        """As `gather`, without a copy."""
+        return Entries(self._keys.storage, self._values.storage, slots)
 
     def truncate(self, length: int) -> None:
         self._keys.truncate(length)

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
+from infinigen_kv.pool.entries import Entries
 from infinigen_kv.pool.home import RamHome
 from infinigen_kv.rehearsal.select import Selection
 
@@ -70,6 +71,10 @@ class Pool(ABC):
     def collect(self) -> tuple[Tensor, Tensor]:
         """Keys and values ``(B, H_kv, n, D)`` of what `prefetch` started to move."""
 
+    def collect_in_place(self) -> Entries:
+        """As `collect`, without a copy of what lies on the device already."""
+        return Entries(*self.collect(), None)
+
     def prefetch_all(self) -> None:
         """Start to move everything."""
 
@@ -86,7 +91,7 @@ class Pool(ABC):
     def warm(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """A hint that these slots ``(B, H_kv, n)``, best first, will be wanted soon.
 
-        ``keys`` and ``values`` are their entries, which are on the device.
+        ``keys`` and ``values`` ``(B, H_kv, T, D)`` are those of all slots, on the device.
         """
 
     @property
@@ -144,6 +149,10 @@ class LocalPool(Pool):
     def collect(self) -> tuple[Tensor, Tensor]:
         assert self._wanted is not None
         return self._home.gather(self._wanted)
+
+    def collect_in_place(self) -> Entries:
+        assert self._wanted is not None
+        return self._home.in_place(self._wanted)
 
     def all(self) -> tuple[Tensor, Tensor]:
         return self._home.all()

@@ -8,6 +8,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from infinigen_kv.errors import InfiniGenError
+
+UNSOUND = (
+    "the rehearsed scores contain NaN or infinity, so no tokens can be selected: check the model's "
+    "weights and dtype (float16 may overflow where bfloat16 does not)"
+)
+
 
 class Candidates(Protocol):
     """What one step may choose from; the same for every layer of the step."""
@@ -21,13 +28,28 @@ class Candidates(Protocol):
     def bound(self, wanted: Tensor) -> Tensor:
         """Limit the counts ``(B, Q)``, always-kept tokens included, to what a row may fetch."""
 
+    @property
+    def limits(self) -> Tensor:
+        """Least and largest count of each row ``(B, 2)`` int64, for one query per row."""
+
+    @property
+    def marks(self) -> Tensor | None:
+        """As bytes ``(B, S)``, for one query per row: 0 may not be chosen, 1 may, 2 is kept; None
+        where all may be and the tokens kept are those at the ends.
+        """
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """How many tokens are always kept at the start and at the end, where there are no marks."""
+
 
 @dataclass(frozen=True, slots=True)
 class Selection:
     """Tokens that one step attends to, per KV head.
 
-    ``index`` is ``(B, H_kv, Q, n)`` int64, the best first; ``counts`` ``(B, Q)`` int64 says how
-    many leading ones are meant, or is None where all n are, in every row and query.
+    ``index`` is ``(B, H_kv, Q, n)`` int64; ``counts`` ``(B, Q)`` int64 says how many leading ones
+    are meant, or is None where all n are, in every row and query. Those that are not meant are
+    tokens of the row all the same.
     """
 
     index: Tensor
@@ -81,14 +103,27 @@ def choose(scores: Tensor, candidates: Candidates, alpha: float) -> Selection:
     -------
     Selection
         ``index`` ``(B, H_kv, Q, n)``.
+
+    Raises
+    ------
+    InfiniGenError
+        Where a score is NaN or +infinity, or one of -infinity would be chosen.
     """
     if candidates.allowed is not None:
         forbidden = ~candidates.allowed.to(scores.device).unsqueeze(2)
         scores = scores.masked_fill_(forbidden, float("-inf"))
     margin = group_margin(scores)
+    best = margin.amax(dim=-1)
+    if candidates.allowed is not None:  # a query without any token has no scores
+        best = best.where(candidates.allowed.any(dim=-1).to(best.device), 0.0)
+    if not bool(best.isfinite().all()):
+        raise InfiniGenError(UNSOUND)
     candidates.mark_kept(margin)
     wanted = (margin > -alpha).sum(dim=-1).double().mean(dim=1).round().long()
-    return top_entries(margin, candidates.bound(wanted))
+    counts = candidates.bound(wanted)
+    if bool(((margin > float("-inf")).sum(dim=-1) < counts.unsqueeze(1)).any()):
+        raise InfiniGenError(UNSOUND)
+    return top_entries(margin, counts)
 
 
 def top_entries(margin: Tensor, counts: Tensor) -> Selection:

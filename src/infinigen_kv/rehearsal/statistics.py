@@ -20,6 +20,7 @@ from infinigen_kv.rehearsal.skew import partial_columns, take_columns
 # phase most. A power has no reference to the prompt's length, which chunked prefill cannot know.
 POSITION_POWER = 3
 POSITION_UNIT = 4096.0  # keeps the weights near 1; any common factor cancels
+TOKEN_BLOCK = 512  # tokens in float32 at once: bounds what a long prompt needs, and stays in caches
 
 
 @dataclass(slots=True)
@@ -32,6 +33,15 @@ class Projection:
 
     def partial_keys(self, keys: Tensor) -> Tensor:
         """``(B, H_kv, T, D)`` keys to ``(B, H_kv, T, R)`` partial keys of the same dtype."""
+        if keys.shape[2] <= TOKEN_BLOCK:
+            return self._project(keys)
+        partial = keys.new_empty(*keys.shape[:3], self.key.shape[3])
+        for start in range(0, keys.shape[2], TOKEN_BLOCK):
+            block = slice(start, start + TOKEN_BLOCK)
+            partial[:, :, block] = self._project(keys[:, :, block])
+        return partial
+
+    def _project(self, keys: Tensor) -> Tensor:
         centred = keys.float() if self.offset is None else keys.float() - self.offset
         return (centred @ self.key).to(keys.dtype)
 
@@ -54,7 +64,6 @@ class Projection:
 class PromptStatistics(ABC):
     """Sums over the tokens that a layer attended to in full."""
 
-    @abstractmethod
     def observe(self, query: Tensor, key: Tensor, position: Tensor, weight: Tensor | None) -> None:
         """Add tokens.
 
@@ -67,6 +76,14 @@ class PromptStatistics(ABC):
         weight
             ``(B, Q)`` 0 for tokens that do not count (padding), or None.
         """
+        for start in range(0, key.shape[2], TOKEN_BLOCK):
+            block = slice(start, start + TOKEN_BLOCK)
+            some = None if weight is None else weight[:, block]
+            self._add(query[:, :, block], key[:, :, block], position[:, block], some)
+
+    @abstractmethod
+    def _add(self, query: Tensor, key: Tensor, position: Tensor, weight: Tensor | None) -> None:
+        """`observe`, of at most `TOKEN_BLOCK` tokens."""
 
     @abstractmethod
     def projection(self, rank: int) -> Projection:
@@ -106,7 +123,7 @@ class Moments(PromptStatistics):
         count = torch.zeros(batch, 1, 1, 1, device=key.device)
         return cls(row, square, square.clone(), row.clone(), count)
 
-    def observe(self, query: Tensor, key: Tensor, position: Tensor, weight: Tensor | None) -> None:
+    def _add(self, query: Tensor, key: Tensor, position: Tensor, weight: Tensor | None) -> None:
         batch, heads, tokens, dim = key.shape
         weights = _column(weight, key)
         late = ((position.float() + 1) / POSITION_UNIT) ** POSITION_POWER
@@ -158,7 +175,7 @@ class Magnitudes(PromptStatistics):
         zeros = torch.zeros(batch, heads, dim, device=key.device)
         return cls(skew.to(key.device), zeros, zeros.clone())
 
-    def observe(self, query: Tensor, key: Tensor, position: Tensor, weight: Tensor | None) -> None:
+    def _add(self, query: Tensor, key: Tensor, position: Tensor, weight: Tensor | None) -> None:
         batch, heads, tokens, dim = key.shape
         weights = _column(weight, key)
         queries = query.float().reshape(batch, heads, -1, dim) @ self.skew

@@ -1,0 +1,115 @@
+"""Partial keys of one layer: what the rehearsal scores, kept on the device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from infinigen_kv.rehearsal.statistics import Projection
+
+GROWTH = 1.5
+SPARE_TOKENS = 512  # room for appends before the storage has to grow
+
+
+class PartialKeys:
+    """Partial keys ``k C`` and the projection that made them.
+
+    ``storage`` is ``(B, H_kv, R, capacity)``, tokens last: all scores of one head are then sums of
+    whole lines, which vector instructions read sixteen tokens at a time.
+
+    Parameters
+    ----------
+    keys
+        ``(B, H_kv, T, D)``.
+    projection
+        Of these rows.
+    empty
+        Only make room for the keys; `write` puts them in their slots.
+    """
+
+    def __init__(self, keys: Tensor, projection: Projection, *, empty: bool = False) -> None:
+        rows, heads, tokens, _ = keys.shape
+        self.projection = projection
+        self.length = 0
+        shape = rows, heads, projection.key.shape[-1], tokens + SPARE_TOKENS
+        self.storage = _writable(shape, keys)
+        if not empty:
+            self.append(keys)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes reserved."""
+        return self.storage.nbytes
+
+    def view(self) -> Tensor:
+        """The partial keys so far, ``(B, H_kv, T, R)``, sharing memory."""
+        return self.storage[..., : self.length].mT
+
+    def append(self, keys: Tensor) -> None:
+        """Add the keys ``(B, H_kv, Q, D)`` of new tokens."""
+        start = self.extend(keys.shape[2])
+        self.storage[..., start : self.length] = self.projection.partial_keys(keys).mT
+
+    def extend(self, tokens: int) -> int:
+        """Add places that are yet to be written, and return the first one."""
+        start = self.length
+        self._reserve(start + tokens)
+        self.length = start + tokens
+        return start
+
+    def write(self, slots: Tensor, keys: Tensor) -> None:
+        """Put partial keys of ``keys`` ``(B, H_kv, Q, D)`` at ``slots`` ``(B, Q)``.
+
+        New slots follow those in use; -1 is skipped.
+        """
+        needed = int(slots.max()) + 1
+        self._reserve(needed)
+        self.length = max(self.length, needed)
+        partial = self.projection.partial_keys(keys).mT
+        for row in range(slots.shape[0]):
+            used = slots[row] >= 0
+            places = slots[row][used].to(self.storage.device)
+            self.storage[row].index_copy_(2, places, partial[row][..., used])
+
+    def scores(self, query: Tensor, scaling: float, softcap: float | None) -> Tensor:
+        """Rehearsed scores ``(B, H_kv, G, Q, T)`` float32 of a query ``(B, H, Q, D)``.
+
+        Without a soft cap, which needs their absolute height, they lack what the keys' offset adds
+        to all scores of a query.
+        """
+        rows, heads, queries, dim = query.shape
+        projection, kv_heads = self.projection, self.storage.shape[1]
+        grouped = query.reshape(rows, kv_heads, -1, dim).float() * scaling  # (B, H_kv, G * Q, D)
+        scores = (grouped @ projection.query) @ self.storage[..., : self.length].float()
+        if softcap is not None:
+            if projection.offset is not None:
+                scores = scores + grouped @ projection.offset.mT
+            odd = scores.isinf()  # a cap would hide it
+            scores = (torch.tanh(scores / softcap) * softcap).masked_fill(odd, float("nan"))
+        return scores.view(rows, kv_heads, heads // kv_heads, queries, self.length)
+
+    def truncate(self, length: int) -> None:
+        """Forget the tokens from ``length`` on; more than there are forgets none."""
+        self.length = max(0, min(self.length, length))
+
+    def take_rows(self, index: Tensor) -> None:
+        """Become the batch rows ``index`` ``(n,)``, repeats allowed."""
+        index = index.to(self.storage.device)
+        self.projection = self.projection.rows(index)
+        kept = self.storage[index]
+        self.storage = _writable(tuple(kept.shape), kept)
+        self.storage.copy_(kept)
+
+    def _reserve(self, tokens: int) -> None:
+        capacity = self.storage.shape[3]
+        if tokens > capacity:
+            shape = *self.storage.shape[:3], max(tokens, int(capacity * GROWTH))
+            grown = _writable(shape, self.storage)
+            grown[..., : self.length] = self.storage[..., : self.length]
+            self.storage = grown
+
+
+def _writable(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """Uninitialised memory that may be written to outside of `torch.inference_mode` too."""
+    with torch.inference_mode(False):
+        return torch.empty(shape, dtype=like.dtype, device=like.device)

@@ -1,0 +1,25 @@
+"""Runs a contract suite on both kernels: a module imports the fixture to have all its tests so."""
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from infinigen_kv import session
+from infinigen_kv.kernels import NATIVE_DTYPES, Kernels, find_kernels
+
+
+@pytest.fixture(params=["native", "torch"], scope="module", autouse=True)
+def both_kernels(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Whatever asks for ``auto`` gets these; float16 has no native ones."""
+    if request.param == "native" and find_spec("numba") is None:
+        pytest.skip("numba is not installed")
+
+    def find(name: str, device: torch.device, dtype: torch.dtype) -> Kernels:
+        known = name == "auto" and (request.param == "torch" or dtype in NATIVE_DTYPES)
+        return find_kernels(request.param if known else name, device, dtype)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "find_kernels", find)
+        yield request.param
