@@ -4,6 +4,11 @@
 
 Records what every decode step selects and the margins that it selected by, then replays the record
 with each rule. The always-kept window is left out: the ring holds it. One JSON object on stdout.
+
+Also replays what is kept of a home that is read by tokens, where an entry comes with those of the
+token's other heads: the wanted entries alone, those of the other heads too, as if used some steps
+ago (each head evicts for itself), or whole tokens. ``reads`` are the distinct tokens that a layer
+reads in a step.
 """
 
 from __future__ import annotations
@@ -12,16 +17,18 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from infinigen_kv import InfiniGenConfig, attach, calibrate, load_model
 from infinigen_kv.generate import forward, prefill
+from infinigen_kv.kernels import TorchKernels
 from infinigen_kv.policies.infinigen import InfiniGenPolicy
-from infinigen_kv.rehearsal.select import group_margin
+from infinigen_kv.rehearsal.partial_keys import PartialKeys
+from infinigen_kv.rehearsal.select import Candidates, Selection, choose, group_margin
 from infinigen_kv.texts import documentation_text
 
 Trace = list[tuple[NDArray[np.int64], NDArray[np.float32]]]
@@ -57,6 +64,9 @@ RULES: dict[str, Score] = {
 }
 
 
+KEPT = ["wanted entries", *(f"other heads, age {age}" for age in (0.5, 4, 16)), "whole tokens"]
+
+
 def replay(trace: Trace, rule: Score, budget: int, tokens: int, warm: NDArray[np.int64]) -> float:
     """Hit rate of one head's trace; ``warm`` is resident at first."""
     state = State(tokens)
@@ -77,6 +87,59 @@ def replay(trace: Trace, rule: Score, budget: int, tokens: int, warm: NDArray[np
     return hits / max(1, wanted_total)
 
 
+def replay_tokens(
+    heads: list[Trace], kept: str, budget: int, tokens: int, warm: list[NDArray[np.int64]]
+) -> tuple[float, float]:
+    """Hit rate and ``reads`` of one layer, least recently used out first; ``warm`` by head."""
+    last = np.full((len(heads), tokens), -np.inf)
+    whole = kept == "whole tokens"
+    if whole:  # the best of each head in turn
+        in_turn = np.array(list(dict.fromkeys(np.stack(warm).T.ravel().tolist()))[:budget])
+        warm = [in_turn] * len(heads)
+    for head, best_first in enumerate(warm):
+        last[head, best_first] = -np.arange(len(best_first))
+    hits = total = reads = 0
+    for step in range(len(heads[0])):
+        wanted = [trace[step][0] for trace in heads]
+        lacked = [w[np.isinf(last[head, w])] for head, w in enumerate(wanted)]
+        total += sum(map(len, wanted))
+        hits += sum(map(len, wanted)) - sum(map(len, lacked))
+        read = np.unique(np.concatenate(lacked))
+        reads += len(read)
+        if kept.startswith("other heads"):
+            others = np.isinf(last[:, read])
+            last[:, read] = np.where(others, step + 1 - float(kept.split()[-1]), last[:, read])
+        for head, w in enumerate(wanted):
+            last[slice(None) if whole else head, w] = step + 1
+        surplus = np.isfinite(last).sum(axis=1) - budget
+        for head in np.flatnonzero(surplus > 0):
+            held = np.flatnonzero(np.isfinite(last[head]))
+            oldest = np.argsort(last[head, held], kind="stable")[: surplus[head]]
+            last[head, held[oldest]] = -np.inf
+    return hits / max(1, total), reads / len(heads[0])
+
+
+class Watching(TorchKernels):
+    """Keeps the margins ``(H_kv, S)`` of the latest choice, of a batch of one row."""
+
+    margins: NDArray[np.float32]
+
+    def choose(
+        self,
+        query: Tensor,
+        keys: PartialKeys,
+        candidates: Candidates,
+        *,
+        scaling: float,
+        alpha: float,
+        softcap: float | None,
+    ) -> Selection:
+        """As `TorchKernels` does it."""
+        scores = keys.scores(query, scaling, softcap)
+        self.margins = group_margin(scores)[0, :, 0].numpy()
+        return choose(scores, candidates, alpha)
+
+
 @torch.no_grad()
 def record(options: argparse.Namespace) -> tuple[dict[tuple[int, int], Trace], int]:
     """Traces by layer and head, and the number of tokens at the end."""
@@ -89,28 +152,18 @@ def record(options: argparse.Namespace) -> tuple[dict[tuple[int, int], Trace], i
     with attach(loaded.model, calibration, config) as session:
         cache = session.new_cache(tokens=options.prompt_tokens + options.steps)
         token = prefill(session, cache, prompt).argmax(-1)
-        watched = {id(layer.policy): layer.spec.index for layer in cache.offloaded}
-        own_scores = InfiniGenPolicy._scores
-        seen: dict[int, Any] = {}
-
-        def scores(policy: InfiniGenPolicy, query: Any) -> Any:
-            found = own_scores(policy, query)
-            seen[watched[id(policy)]] = group_margin(found.clone())[0, :, 0].float().numpy()
-            return found
-
-        InfiniGenPolicy._scores = scores  # type: ignore[method-assign]
-        try:
-            for step in range(options.steps):
-                seen.clear()
-                token = forward(loaded.model, token, cache).argmax(-1)
-                for layer, margins in seen.items():
-                    for head, margin in enumerate(margins):
-                        old = len(margin) - config.recent_tokens
-                        wanted = np.flatnonzero(margin[:old] > -config.alpha)
-                        traces.setdefault((layer, head), []).append((wanted, margin))
-                print(f"\rstep {step + 1}", end="", file=sys.stderr)
-        finally:
-            InfiniGenPolicy._scores = own_scores  # type: ignore[method-assign]
+        watching = {}
+        for layer in cache.offloaded:
+            if isinstance(layer.policy, InfiniGenPolicy):
+                layer.policy._kernels = watching[layer.spec.index] = Watching()
+        for step in range(options.steps):
+            token = forward(loaded.model, token, cache).argmax(-1)
+            for layer_index, kernels in watching.items():
+                for head, margin in enumerate(kernels.margins):
+                    old = len(margin) - config.recent_tokens
+                    wanted = np.flatnonzero(margin[:old] > -config.alpha)
+                    traces.setdefault((layer_index, head), []).append((wanted, margin))
+            print(f"\rstep {step + 1}", end="", file=sys.stderr)
     print(file=sys.stderr)
     return traces, options.prompt_tokens + options.steps
 
@@ -134,7 +187,22 @@ def main() -> None:
             ]
             result[start][name] = float(np.mean(rates))
             print(f"{start:5} {name:18} {result[start][name]:.4f}", file=sys.stderr)
-    print(json.dumps({"budget": options.budget, "steps": options.steps, "hit_rate": result}))
+    by_tokens = {kept: _mean_of_layers(traces, kept, budget, tokens) for kept in KEPT}
+    for kept, (rate, reads) in by_tokens.items():
+        print(f"{kept:24} {rate:.4f} {reads:6.1f} reads", file=sys.stderr)
+    settings = {"budget": options.budget, "steps": options.steps}
+    print(json.dumps({**settings, "hit_rate": result, "hit_rate_and_reads": by_tokens}))
+
+
+def _mean_of_layers(
+    traces: dict[tuple[int, int], Trace], kept: str, budget: int, tokens: int
+) -> list[float]:
+    found = []
+    for layer in sorted({layer for layer, _ in traces}):
+        heads = [trace for key, trace in sorted(traces.items()) if key[0] == layer]
+        warm = [warm_start(trace, budget, "warm") for trace in heads]
+        found.append(replay_tokens(heads, kept, budget, tokens, warm))
+    return np.mean(found, axis=0).tolist()
 
 
 def warm_start(trace: Trace, budget: int, start: str) -> NDArray[np.int64]:

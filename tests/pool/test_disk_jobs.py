@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 
-import numpy as np
 import pytest
 
 from infinigen_kv.errors import HomeError
@@ -41,13 +40,14 @@ def test_a_batch_does_each_piece_once(pool: ThreadPoolExecutor, depth: int) -> N
 
 
 def test_no_more_tasks_than_pieces(pool: ThreadPoolExecutor) -> None:
-    large = np.zeros(4 * BYTES_PER_TASK, np.uint8)
-    assert len(Batch(lambda piece: None, [(large,), (large,)], pool, depth=9).futures) == 2
+    batch = Batch(lambda piece: None, [(1,), (2,)], pool, depth=9, nbytes=8 * BYTES_PER_TASK)
+    assert len(batch.futures) == 2
 
 
-def test_a_large_piece_is_worth_a_task_of_its_own(pool: ThreadPoolExecutor) -> None:
-    large = np.zeros(BYTES_PER_TASK, np.uint8)
-    assert len(Batch(lambda piece: None, [(large,)] * 6, pool, depth=4).futures) == 4
+def test_many_bytes_are_worth_more_tasks(pool: ThreadPoolExecutor) -> None:
+    for nbytes, tasks in ((BYTES_PER_TASK, 1), (3 * BYTES_PER_TASK, 3), (6 * BYTES_PER_TASK, 4)):
+        batch = Batch(lambda piece: None, [(1,)] * 6, pool, depth=4, nbytes=nbytes)
+        assert len(batch.futures) == tasks
 
 
 def test_whoever_waits_helps() -> None:

@@ -54,9 +54,14 @@ class StagingRing:
         self._buffers = [StagingBuffer() for _ in self._buffers]
 
 
+def staging_size(nbytes: int) -> int:
+    """Bytes of a buffer for a transfer of ``nbytes``, with some room to grow."""
+    return nbytes + nbytes // 2
+
+
 def staging_bytes(nbytes: int) -> Tensor:
-    """Pinned bytes with some room to grow; pageable ones where the system refuses to pin."""
-    size = nbytes + nbytes // 2
+    """A buffer of `staging_size`, pinned; pageable where the system refuses to pin."""
+    size = staging_size(nbytes)
     found = pinned((size,), torch.uint8)
     if found is not None:
         return found

@@ -57,6 +57,7 @@ class DiskStore:
         self.reads = 0
         """Positional reads so far."""
         self._extents = Extents(file, self.layout, rows)
+        self._head_starts = np.arange(heads)[:, None] * entry_bytes
         self._tail = self._new_groups(1)
         self._writing: list[Future[None]] = []
         self._reading: list[Future[None]] = []
@@ -137,7 +138,7 @@ class DiskStore:
         self._settle_writes()
         self._check_slots(wanted, lowest=0)
         pieces, buffer, places = self._plan(wanted)
-        batch = self.file.start(self.file.read, pieces)
+        batch = self.file.start(self.file.read, pieces, buffer.nbytes)
         self._reading += batch.futures
         return DiskRead(
             batch, lambda: torch.from_numpy(entries_at(buffer, places, self.entry_bytes))
@@ -166,7 +167,7 @@ class DiskStore:
             for row, span in self._extents.spans(0, on_disk)
         ]
         self._count(len(pieces), self.rows * on_disk * self.layout.group_bytes)
-        batch = self.file.start(work, pieces)
+        batch = self.file.start(work, pieces, everything.nbytes)
         self._reading += batch.futures
         return DiskRead(batch, lambda: torch.from_numpy(everything))
 
@@ -235,27 +236,29 @@ class DiskStore:
 
     def _plan(self, wanted: Indices) -> tuple[list[tuple[Bytes, int]], Bytes, Indices]:
         """Reads for the slots ``(B, H_kv, n)``, their buffer, and each entry's place in it."""
-        row = np.arange(self.rows)[:, None, None]
-        chosen = np.zeros((self.rows, self.length), dtype=bool)
-        chosen[row, wanted] = True
-        rows, tokens = np.nonzero(chosen[:, : self._on_disk])
-        runs = self.layout.coalesce(self._extents.addresses(rows, tokens), self.file.gap)
-        size = int(runs.sizes.sum())
-        buffer = aligned(size + self._tail.nbytes)
-        # The tails as they are now: other tokens may follow before the read is over.
-        buffer[size:] = self._tail.reshape(-1)
-        places = np.empty((self.rows, self.length), dtype=np.int64)
-        places[rows, tokens] = runs.places
-        tails = size + np.arange(self.rows)[:, None] * self.layout.group_bytes
-        in_tail = np.arange(self.length - self._on_disk) * self.layout.token_bytes
-        places[:, self._on_disk :] = tails + in_tail
-        heads = np.arange(self.heads)[:, None] * self.entry_bytes
+        row, on_disk = np.arange(self.rows)[:, None, None], self._on_disk
+        if wanted.size == 0 or int(wanted.max()) < on_disk:
+            runs = self.layout.coalesce(self._extents.addresses(row, wanted), self.file.gap)
+            size = int(runs.sizes.sum())
+            buffer, places = aligned(size), runs.places
+        else:
+            stored = wanted < on_disk
+            rows = np.broadcast_to(row, wanted.shape)[stored]
+            addresses = self._extents.addresses(rows, wanted[stored])
+            runs = self.layout.coalesce(addresses, self.file.gap)
+            size = int(runs.sizes.sum())
+            buffer = aligned(size + self._tail.nbytes)
+            # The tails as they are now: other tokens may follow before the read is over.
+            buffer[size:] = self._tail.reshape(-1)
+            inside = (wanted - on_disk) * self.layout.token_bytes
+            places = size + row * self.layout.group_bytes + inside
+            places[stored] = runs.places
         pieces = [
             (buffer[place : place + nbytes], offset)
             for offset, nbytes, place in runs.pieces(LONGEST)
         ]
         self._count(len(pieces), size)
-        return pieces, buffer, places[row, wanted] + heads
+        return pieces, buffer, places + self._head_starts
 
     def _groups_of(self, entries: Bytes, first: int, groups: int) -> Bytes:
         """Groups within one row's entries ``(H_kv, T, E)``, sharing memory:
@@ -273,6 +276,7 @@ class DiskStore:
     def _count(self, reads: int, nbytes: int) -> None:
         self.reads += reads
         self.bytes_read += nbytes
+        self.file.bytes_read += nbytes
         self._reading = [future for future in self._reading if not future.done()]
 
     def _settle_writes(self) -> None:

@@ -52,7 +52,7 @@ class Extents:
 
     def reserve(self, tokens: int) -> None:
         """Make room for ``tokens`` in total per row; raises `HomeError` if the disk is full."""
-        missing = -(-tokens // self._layout.extent_tokens) - self.starts.shape[1]
+        missing = self._layout.extents(tokens) - self.starts.shape[1]
         if missing > 0:
             new = self._file.allocate(self._layout.extent_bytes, self.rows * missing)
             self.starts = np.hstack([self.starts, new.reshape(self.rows, missing)])
@@ -63,7 +63,7 @@ class Extents:
         self.starts = self.starts[:, :0]
 
     def addresses(self, rows: Indices, tokens: Indices) -> Indices:
-        """Where tokens ``(n,)`` of the batch rows ``(n,)`` start in the file."""
+        """Where tokens start in the file; ``rows``, their batch rows, broadcast to ``tokens``."""
         return self._layout.addresses(self.starts, rows, tokens)
 
     def spans(self, first: int, groups: int) -> Iterator[tuple[int, Span]]:
@@ -137,4 +137,4 @@ class Extents:
                 strict=True,
             )
         ]
-        return self._file.start(work, pieces)
+        return self._file.start(work, pieces, len(sources) * groups * self._layout.group_bytes)

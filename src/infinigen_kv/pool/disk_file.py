@@ -75,6 +75,8 @@ class DiskFile:
         self.depth = depth
         self.gap = gap
         self.writes = WriteBehind(writers, write_behind)
+        self.bytes_read = 0
+        """Bytes that the stores' reads asked of the disk so far."""
         self._size = 0
         self._free: dict[int, list[int]] = {}
         self._reading: list[Future[None]] = []
@@ -132,9 +134,11 @@ class DiskFile:
         """Give back extents of ``size`` bytes for other layers to use."""
         self._free[size] = sorted(self._free.get(size, []) + extents.reshape(-1).tolist())
 
-    def start(self, work: Callable[..., None], pieces: Sequence[tuple[Any, ...]]) -> Batch:
-        """Begin ``work(*piece)`` for each piece on the readers."""
-        batch = Batch(work, pieces, self.readers, self.depth)
+    def start(
+        self, work: Callable[..., None], pieces: Sequence[tuple[Any, ...]], nbytes: int
+    ) -> Batch:
+        """Begin ``work(*piece)`` for each piece, of ``nbytes`` together, on the readers."""
+        batch = Batch(work, pieces, self.readers, self.depth, nbytes)
         self._reading = [future for future in self._reading if not future.done()]
         self._reading += batch.futures
         return batch

@@ -33,7 +33,7 @@ BYTES_PER_TASK = 512 * 1024
 
 
 class Batch:
-    """Pieces of one read, taken from a common list by up to ``depth`` tasks at a time."""
+    """Pieces of one read, of ``nbytes`` together, that up to ``depth`` tasks take from one list."""
 
     def __init__(
         self,
@@ -41,6 +41,7 @@ class Batch:
         pieces: Iterable[tuple[Any, ...]],
         executor: Executor | None,
         depth: int,
+        nbytes: int = 0,
     ) -> None:
         self._work = work
         self._pieces = deque(pieces)
@@ -49,7 +50,6 @@ class Batch:
             self._run()
             return
         # a thread that is woken for a single small piece costs more than the piece
-        nbytes = sum(getattr(piece[0], "nbytes", 0) for piece in self._pieces)
         tasks = max(-(-len(self._pieces) // PIECES_PER_TASK), nbytes // BYTES_PER_TASK)
         for _ in range(min(depth, len(self._pieces), tasks)):
             self.futures.append(executor.submit(self._run))

@@ -35,7 +35,7 @@ class Span(NamedTuple):
 
 
 class Runs(NamedTuple):
-    """Positional reads that together fetch a set of tokens."""
+    """Positional reads that together fetch a set of tokens, in the order of the file."""
 
     offsets: Indices
     """``(n,)`` where each starts in the file, a multiple of `BLOCK`."""
@@ -44,13 +44,16 @@ class Runs(NamedTuple):
     starts: Indices
     """``(n,)`` where each goes in one buffer of ``sizes.sum()`` bytes."""
     places: Indices
-    """``(tokens,)`` where each token then starts in that buffer."""
+    """As the tokens' addresses: where each then starts in that buffer."""
 
     def pieces(self, longest: int) -> Iterator[tuple[int, int, int]]:
         """Offset, size and start of each read, cut to ``longest`` bytes."""
         for offset, size, start in zip(
             self.offsets.tolist(), self.sizes.tolist(), self.starts.tolist(), strict=True
         ):
+            if size <= longest:
+                yield offset, size, start
+                continue
             for cut in range(0, size, longest):
                 yield offset + cut, min(longest, size - cut), start + cut
 
@@ -107,14 +110,21 @@ class Layout:
         """Tokens of an extent."""
         return self.extent_groups * self.group_tokens
 
+    def extents(self, tokens: int) -> int:
+        """Extents that so many tokens of one batch row take."""
+        return -(-tokens // self.extent_tokens)
+
     def addresses(self, extents: Indices, rows: Indices, tokens: Indices) -> Indices:
-        """Where the tokens ``(n,)`` of the batch rows ``(n,)`` start in the file.
+        """Where tokens start in the file; ``rows``, their batch rows, broadcast to ``tokens``.
 
         ``extents`` ``(B, X)`` are the starts of each batch row's extents.
         """
-        extent, inside = np.divmod(tokens, self.extent_tokens)
-        group, place = np.divmod(inside, self.group_tokens)
-        return extents[rows, extent] + group * self.group_bytes + place * self.token_bytes
+        group = tokens // self.group_tokens
+        extent = group // self.extent_groups
+        padding = self.group_bytes - self.group_tokens * self.token_bytes
+        side_by_side = tokens * self.token_bytes + group * padding
+        starts = extents.take(extent + rows * extents.shape[1])
+        return side_by_side - extent * self.extent_bytes + starts
 
     def spans(self, extents: Indices, first: int, groups: int) -> Iterator[Span]:
         """The groups from ``first`` on, cut where an extent of ``extents`` ``(X,)`` ends."""
@@ -133,21 +143,27 @@ class Layout:
         return used.reshape(*groups.shape[:-1], self.group_tokens, self.token_bytes)
 
     def coalesce(self, addresses: Indices, gap: int) -> Runs:
-        """Reads of whole blocks for the tokens at ``addresses`` ``(n,)``.
+        """Reads of whole blocks for the tokens at ``addresses``, of any shape, repeats allowed.
 
-        Neighbours in the list share a read where their blocks touch or at most ``gap`` blocks,
-        read in vain, lie between them. The list follows the file but for jumps between extents.
+        Neighbours in the file share a read where their blocks touch or at most ``gap`` blocks,
+        read in vain, lie between them.
         """
-        first = addresses // BLOCK
-        last = (addresses + (self.token_bytes - 1)) // BLOCK
-        steps = first[1:] - last[:-1]
-        opens = np.flatnonzero(np.r_[True, (steps < 0) | (steps > gap + 1)][: len(first)])
-        closes = np.append(opens[1:], len(first))[: len(opens)] - 1
-        offsets = first[opens] * BLOCK
-        sizes = (last[closes] + 1) * BLOCK - offsets
-        starts = np.cumsum(sizes) - sizes
-        shift = np.repeat(starts - offsets, closes - opens + 1)
-        return Runs(offsets, sizes, starts, addresses + shift)
+        if addresses.size == 0:
+            none = np.empty(0, dtype=np.int64)
+            return Runs(none, none, none, addresses)
+        ordered = np.sort(addresses, axis=None)
+        first = ordered // BLOCK
+        last = (ordered + (self.token_bytes - 1)) // BLOCK
+        apart = (first[1:] - last[:-1] > gap + 1).nonzero()[0]
+        runs = len(apart) + 1
+        offsets, ends = np.empty(runs, dtype=np.int64), np.empty(runs, dtype=np.int64)
+        offsets[0], offsets[1:] = first[0], first[apart + 1]
+        ends[:-1], ends[-1] = last[apart], last[-1]
+        sizes = (ends + 1 - offsets) * BLOCK
+        offsets *= BLOCK
+        starts = sizes.cumsum() - sizes
+        run = offsets.searchsorted(addresses, side="right") - 1
+        return Runs(offsets, sizes, starts, addresses + (starts - offsets)[run])
 
 
 def entries_at(buffer: Bytes, places: Indices, entry_bytes: int) -> Bytes:

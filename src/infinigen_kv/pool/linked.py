@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from infinigen_kv.errors import HomeError
+from infinigen_kv.kernels import Kernels, TorchKernels
 from infinigen_kv.link import Link, Transfer
 from infinigen_kv.pool.capped import CappedHome
+from infinigen_kv.pool.entries import Entries
 from infinigen_kv.pool.packed import FullReading, PackedHome, Reading
 from infinigen_kv.pool.pool import Pool
 from infinigen_kv.pool.resident import Misses, ResidentSet
@@ -58,6 +60,8 @@ class LinkedPool(Pool):
         Fetched entries to keep per row and head; 0 moves every selected entry, as in the paper.
     eviction
         What makes room in a capped home.
+    kernels
+        Who does the resident set's bookkeeping; None for PyTorch.
     """
 
     def __init__(
@@ -67,11 +71,13 @@ class LinkedPool(Pool):
         *,
         resident: int = 0,
         eviction: Eviction | None = None,
+        kernels: Kernels | None = None,
     ) -> None:
         self.lookups = Lookups()
         self._home = home
         self._link = link
         self._budget = resident
+        self._kind = (kernels or TorchKernels()).resident_set
         self._resident: ResidentSet | None = None
         self._fetch: _Fetch | None = None
         self._maps: list[SlotMap] | None = None
@@ -152,25 +158,26 @@ class LinkedPool(Pool):
         if self._resident is None or slots.shape[2] > self._budget:
             self._fetch = self._start(slots, wanted)
             return
-        self._resident.reserve(self._home.length)
         places, misses = self._resident.look_up(slots, meant)
-        missed = 0 if misses is None else misses.count
-        self.lookups.hits += wanted - missed
+        self.lookups.hits += wanted - (misses.count if misses else 0)
         if misses is None:
             self._fetch = _Fetch(None, None, places)
             return
         try:
-            started = self._start(misses.slots, missed)
+            started = self._start(misses.slots, misses.count)
         except BaseException:
             self._resident.forget(misses)
             raise
         self._fetch = _Fetch(started.reading, started.transfer, places, misses)
 
     def collect(self) -> tuple[Tensor, Tensor]:
+        return self.collect_in_place().gather()
+
+    def collect_in_place(self) -> Entries:
         fetch, self._fetch = self._fetch, None
         assert fetch is not None
         if fetch.places is None:
-            return self._finish(fetch)
+            return Entries(*self._finish(fetch), None)
         assert self._resident is not None
         if fetch.misses is not None:
             try:
@@ -178,7 +185,7 @@ class LinkedPool(Pool):
             except BaseException:
                 self._resident.forget(fetch.misses)
                 raise
-        return self._resident.gather(fetch.places)
+        return self._resident.in_place(fetch.places)
 
     def prefetch_all(self) -> None:
         if self._fetch is None and self.length:
@@ -205,12 +212,9 @@ class LinkedPool(Pool):
     def warm(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         if self._maps is not None:  # so that the first victims are others
             self._touch(slots, None)
-        slots, keys, values = (each[:, :, : self._budget] for each in (slots, keys, values))
         if self._budget == 0 or slots.shape[2] == 0:
             return
-        resident = self._resident_set(keys, values)
-        resident.reserve(self._home.length)
-        resident.warm(slots, keys, values)
+        self._resident_set(keys, values).warm(slots, keys, values)
 
     def truncate(self, length: int) -> None:
         self.discard()
@@ -283,7 +287,6 @@ class LinkedPool(Pool):
         count = min(keys.shape[2], RING)
         keys, values = keys[:, :, -count:], values[:, :, -count:]
         resident = self._resident_set(keys, values)
-        resident.reserve(self._home.length)
         if slots is None:
             newest = torch.arange(self._home.length - count, self._home.length, device=keys.device)
             resident.add_new(newest.expand(self.rows, -1), keys, values)
@@ -292,9 +295,9 @@ class LinkedPool(Pool):
             resident.drop(slots)
             resident.add_new(slots[:, -count:], keys, values)
 
+    @torch.inference_mode(False)
     def _resident_set(self, keys: Tensor, values: Tensor) -> ResidentSet:
         if self._resident is None:
-            self._resident = ResidentSet(
-                keys, values, budget=self._budget, ring=RING, capacity=self._home.length
-            )
+            self._resident = self._kind(keys, values, budget=self._budget, ring=RING)
+        self._resident.reserve(max(self._home.length, self._home.reserved))
         return self._resident

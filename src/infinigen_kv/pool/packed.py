@@ -133,6 +133,7 @@ class PackedHome:
         self.codec = codec
         self.shape = EntryShape(dim, values.shape[3], keys.dtype)
         self.store = make_store(rows, heads, codec.entry_bytes(self.shape), capacity)
+        self.reserved = capacity  # tokens per row
         width = dim + values.shape[3]
         self._tail = keys.new_zeros(rows, heads, codec.group if self._grouped else 0, width)
         self._tail_length = 0

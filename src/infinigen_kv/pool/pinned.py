@@ -22,8 +22,8 @@ class HostMemory:
     Parameters
     ----------
     budget
-        Bytes that may be pinned at once. Every piece counts as the next power of two, which is what
-        PyTorch pins for it; dropped ones go back to PyTorch, which keeps them for the next cache.
+        Bytes that may be pinned at once. Every piece counts with its `pinned_size`; dropped ones go
+        back to PyTorch, which keeps them for the next cache.
     """
 
     def __init__(self, budget: int) -> None:
@@ -42,7 +42,7 @@ class HostMemory:
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Uninitialised memory on the host, counted until the tensor is gone."""
         nbytes = math.prod(shape) * dtype.itemsize
-        taken = 1 << max(0, nbytes - 1).bit_length()
+        taken = pinned_size(nbytes)
         tensor = None
         if self._taken + taken > self.budget:
             self._warn(f"{nbytes} bytes more would exceed pinned_bytes={self.budget}")
@@ -80,6 +80,11 @@ def pinnable_bytes() -> int:
     if not hasattr(os, "sysconf"):  # Windows
         return 4 * 2**30
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def pinned_size(nbytes: int) -> int:
+    """What PyTorch pins for ``nbytes``: the next power of two."""
+    return 1 << max(0, nbytes - 1).bit_length()
 
 
 def pinned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
