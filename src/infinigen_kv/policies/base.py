@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-
 from torch import Tensor
 
 from infinigen_kv.pool.pool import Pool
@@ -11,35 +9,46 @@ from infinigen_kv.rehearsal.select import Selection
 from infinigen_kv.step import Step
 
 
-class Policy(ABC):
+class Policy:
     """What one layer of one cache moves.
 
-    The engine calls, in the order of a forward:
+    The engine calls, in the order of a forward that selects:
 
-    1. `rehearse` with the previous layer's attention input, if the step selects;
-    2. `observe` once the new tokens are in the home;
-    3. `select` when the attention needs the selection, if `rehearse` did not return it already.
+    1. while the previous layer computes: `predict` with its attention input, and then `rehearse`
+       with the query that this gave, or `plan` where it gave none;
+    2. at the layer itself: `choose_late`, if the policy is `late`;
+    3. `observe` once the new tokens are in the home; a forward that is exact calls only this;
+    4. `select` when the attention of several queries needs their selections;
+    5. `attended` after a single query, if the policy `needs_weights`.
     """
 
-    @abstractmethod
-    def rehearse(self, hidden: Tensor, step: Step, pool: Pool) -> Selection | None:
-        """Choose entries ahead of time.
+    late: bool = False
+    """Whether the choice needs the layer's own query, so that nothing can be moved ahead of it."""
+    needs_weights: bool = False
+    """Whether `attended` is to be called."""
 
-        Parameters
-        ----------
-        hidden
-            ``(B, Q, M)``: what the previous layer's attention reads, after its norm.
-        step, pool
-            The forward, and this layer's KV without the new tokens.
-
-        Returns
-        -------
-        Selection or None
-            None if the choice must wait for the new tokens (several queries at once) or if the
-            policy wants everything.
+    def predict(self, hidden: Tensor, step: Step) -> Tensor | None:
+        """This layer's query ``(B, H, Q, D)``, from what the previous layer's attention reads
+        after its norm, ``hidden`` ``(B, Q, M)``; None for a policy that does not rehearse.
         """
+        return None
 
-    @abstractmethod
+    def rehearse(self, query: Tensor, step: Step, pool: Pool) -> Selection | None:
+        """Choose entries ahead of time, by the predicted ``query``.
+
+        ``pool`` is this layer's KV without the new tokens. None if the choice must wait for them
+        (several queries at once), or for everything.
+        """
+        return None
+
+    def plan(self, step: Step, pool: Pool) -> Selection | None:
+        """As `rehearse`, without a query."""
+        return None
+
+    def choose_late(self, query: Tensor, step: Step, pool: Pool) -> Selection | None:
+        """Choose by the layer's own query ``(B, H, 1, D)``; None for everything."""
+        return None
+
     def observe(
         self, query: Tensor, keys: Tensor, step: Step, pool: Pool, slots: Tensor | None
     ) -> None:
@@ -49,9 +58,24 @@ class Policy(ABC):
         where that is None.
         """
 
-    @abstractmethod
+    def finish_prompt(self, keys: Tensor, step: Step, slots: Tensor | None) -> None:
+        """Called after `observe` with what may be a prompt's last tokens (`Step.may_end_prompt`).
+
+        ``keys`` ``(B, H_kv, T, D)`` are all there are by now, the new ones last and untouched by
+        any codec. They are on the device, which later only the pool can do again.
+        """
+
     def select(self, step: Step, pool: Pool) -> Selection | None:
         """The entries of a step with several queries; None for everything."""
+        return None
+
+    def attended(self, weights: Tensor, selection: Selection | None, step: Step) -> None:
+        """See the probabilities of a single query's attention.
+
+        ``weights`` ``(B, H_kv, n + 1)`` float32 are summed over a group's query heads. Their
+        columns are those of ``selection.index``, or all held slots in order where it is None, and
+        then the query's own token.
+        """
 
     def likely(self, count: int, query: Tensor, keys: Tensor, step: Step) -> Tensor | None:
         """Tokens ``(B, H_kv, n)``, n at most ``count``, that the steps after a prompt may want.
