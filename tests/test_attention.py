@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from allocations import largest_made
+from infinigen_kv import attention
 from infinigen_kv.attention import (
-    QUERY_BLOCK,
     causal_mask,
     decode_attention,
     dense_attention,
@@ -23,13 +24,18 @@ D, D_V = 8, 6
 
 
 def draw(
-    rows: int = 2, heads: int = 4, kv_heads: int = 2, queries: int = 5, tokens: int = 9
+    rows: int = 2,
+    heads: int = 4,
+    kv_heads: int = 2,
+    queries: int = 5,
+    tokens: int = 9,
+    value_dim: int = D_V,
 ) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     return (
         torch.randn(rows, heads, queries, D, generator=generator) * 2,
         torch.randn(rows, kv_heads, tokens, D, generator=generator),
-        torch.randn(rows, kv_heads, tokens, D_V, generator=generator),
+        torch.randn(rows, kv_heads, tokens, value_dim, generator=generator),
     )
 
 
@@ -101,12 +107,13 @@ def test_a_row_that_sees_nothing_gets_zeros(softcap: float | None) -> None:
 
 
 @pytest.mark.parametrize("softcap", [None, SOFTCAP])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 3)])
+@pytest.mark.parametrize("value_dim", [D, D_V])  # the fused kernel takes only one width
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 3), (6, 2), (3, 1)])
 @pytest.mark.parametrize("queries", [1, 4, 9])
 def test_without_a_mask_the_last_queries_see_what_came_before(
-    queries: int, heads: int, kv_heads: int, softcap: float | None
+    queries: int, heads: int, kv_heads: int, value_dim: int, softcap: float | None
 ) -> None:
-    query, keys, values = draw(heads=heads, kv_heads=kv_heads, queries=queries)
+    query, keys, values = draw(heads=heads, kv_heads=kv_heads, queries=queries, value_dim=value_dim)
     earlier = torch.tensor(
         [[token <= 9 - queries + place for token in range(9)] for place in range(queries)]
     )
@@ -116,38 +123,108 @@ def test_without_a_mask_the_last_queries_see_what_came_before(
 
 
 @pytest.mark.parametrize("softcap", [None, SOFTCAP])
+@pytest.mark.parametrize("value_dim", [D, D_V])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 3)])
 @pytest.mark.parametrize("per_head", [True, False])
 @pytest.mark.parametrize("rows", [1, 2])
 def test_masks_and_queries_that_see_nothing(
-    rows: int, per_head: bool, heads: int, kv_heads: int, softcap: float | None
+    rows: int, per_head: bool, heads: int, kv_heads: int, value_dim: int, softcap: float | None
 ) -> None:
-    query, keys, values = draw(heads=heads, kv_heads=kv_heads)
+    query, keys, values = draw(heads=heads, kv_heads=kv_heads, value_dim=value_dim)
     mask = some_mask(rows, kv_heads if per_head else 1, 5, 9)
     found = dense_attention(query, keys, values, scaling=SCALING, softcap=softcap, mask=mask)
     assert torch.equal(found[:, 0], torch.zeros_like(found[:, 0]))
     close(found, naive(query, keys, values, softcap, mask))
 
 
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two or three queries at once, so that five make several blocks and a remainder."""
+    monkeypatch.setattr(attention, "QUERY_BLOCK", 2)
+    monkeypatch.setattr(attention, "SCORES", 3 * 2 * 4 * 9)
+
+
 @pytest.mark.parametrize("softcap", [None, SOFTCAP])
+@pytest.mark.usefixtures("small_blocks")
 def test_a_mask_may_be_shared_by_all_queries(softcap: float | None) -> None:
-    """Also where there are more queries than one block of the capped attention."""
-    queries = QUERY_BLOCK + 3
-    query, keys, values = draw(rows=1, heads=2, kv_heads=1, queries=queries)
+    query, keys, values = draw()
     mask = torch.tensor([1, 1, 0, 0, 1, 0, 1, 0, 1], dtype=torch.bool).view(1, 1, 1, 9)
     found = dense_attention(query, keys, values, scaling=SCALING, softcap=softcap, mask=mask)
     close(found, naive(query, keys, values, softcap, mask))
 
 
-def test_capped_attention_over_several_blocks_of_queries() -> None:
-    tokens = QUERY_BLOCK + 5
-    query, keys, values = draw(rows=1, heads=1, kv_heads=1, queries=tokens, tokens=tokens)
-    found = dense_attention(query, keys, values, scaling=SCALING, softcap=SOFTCAP)
-    last = naive(query[:, :, -3:], keys, values, SOFTCAP, causal_mask(3, tokens, query.device))
-    close(found[:, -3:], last)
-    first = naive(query[:, :, :2], keys[:, :, :2], values[:, :, :2], SOFTCAP,
-                  causal_mask(2, 2, query.device))  # fmt: skip
-    close(found[:, :2], first)
+@pytest.mark.parametrize("softcap", [None, SOFTCAP])
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.usefixtures("small_blocks")
+def test_several_blocks_of_queries(masked: bool, softcap: float | None) -> None:
+    query, keys, values = draw()
+    mask = some_mask(2, 1, 5, 9) if masked else None
+    found = dense_attention(query, keys, values, scaling=SCALING, softcap=softcap, mask=mask)
+    seen = causal_mask(5, 9, query.device) if mask is None else mask
+    close(found, naive(query, keys, values, softcap, seen))
+
+
+def test_a_later_piece_in_half_precision_and_from_a_larger_buffer() -> None:
+    query, keys, values = draw(rows=2, heads=6, kv_heads=2, value_dim=D)
+    query = query.transpose(1, 2).contiguous().transpose(1, 2)  # as a projection leaves it
+    keys, values = (torch.cat([each, each], dim=2)[:, :, :9] for each in (keys, values))
+    expected = naive(query, keys, values, None, causal_mask(5, 9, query.device))
+    close(dense_attention(query, keys, values, scaling=SCALING), expected)
+    found = dense_attention(query.bfloat16(), keys.bfloat16(), values.bfloat16(), scaling=SCALING)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.double(), expected, atol=0.05, rtol=0.05)
+
+
+def test_scores_of_a_later_piece_may_be_far_beyond_the_range_of_exp() -> None:
+    """In either part, the earlier tokens or the piece itself, and in both."""
+    query, keys, values = draw(rows=1, heads=1, kv_heads=1, queries=2, tokens=4, value_dim=D)
+    for loud in ([0], [2], [0, 2], [1, 3]):
+        louder = keys.clone()
+        louder[:, :, loud] = query[:, :, :1] * 1e3
+        found = dense_attention(query, louder, values, scaling=1.0)
+        scores = query.double() @ louder.double().mT
+        scores = scores.masked_fill(~causal_mask(2, 4, query.device), -torch.inf)
+        expected = (scores.softmax(-1) @ values.double()).transpose(1, 2)
+        torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_gradients_of_a_later_piece() -> None:
+    query, keys, values = draw(value_dim=D)
+    leaves = [each.requires_grad_() for each in (query, keys, values)]
+    dense_attention(*leaves, scaling=SCALING).square().sum().backward()
+    found = [each.grad for each in leaves]
+    exact = [each.detach().double().requires_grad_() for each in leaves]
+    wide_keys, wide_values = (each.repeat_interleave(2, dim=1) for each in exact[1:])
+    scores = exact[0] @ wide_keys.mT * SCALING
+    scores = scores.masked_fill(~causal_mask(5, 9, query.device), -torch.inf)
+    (scores.softmax(-1) @ wide_values).square().sum().backward()
+    for mine, theirs in zip(found, exact, strict=True):
+        assert mine is not None and theirs.grad is not None
+        close(mine, theirs.grad)
+
+
+@pytest.mark.parametrize("case", ["continued", "masked", "per head", "capped", "capped masked"])
+def test_nothing_is_made_that_grows_with_group_and_tokens(case: str) -> None:
+    """64 queries of 8 heads on 4096 tokens of one KV head: the scores would be 2 M numbers, keys
+    for every head as many; keys are 262,144.
+    """
+    queries, tokens, heads, dim = 64, 4096, 8, 64
+    query = torch.randn(1, heads, queries, dim)
+    keys, values = torch.randn(2, 1, 1, tokens, dim).unbind(0)
+    mask = causal_mask(queries, tokens, query.device) if "masked" in case else None
+    if case == "per head":
+        mask = causal_mask(queries, tokens, query.device).expand(1, 1, -1, -1)
+    softcap = SOFTCAP if "capped" in case else None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "SCORES", 8 * heads * tokens)
+        with largest_made() as found:
+            dense_attention(query, keys, values, scaling=SCALING, softcap=softcap, mask=mask)
+    numbers = {
+        "continued": heads * queries * dim,
+        "masked": queries * tokens,
+        "per head": queries * tokens,
+    }.get(case, 8 * heads * tokens)
+    assert 0 < found.nbytes <= 4 * numbers, found
 
 
 @pytest.mark.parametrize("softcap", [None, SOFTCAP])
@@ -181,13 +258,14 @@ def test_scores_far_beyond_the_range_of_exp_stay_finite() -> None:
 
 
 @pytest.mark.parametrize("softcap", [None, SOFTCAP])
-@pytest.mark.parametrize("queries", [1, 5])
-def test_a_mask_does_not_hide_the_nan_of_a_broken_model(
-    queries: int, softcap: float | None
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("queries", [1, 5, 9])
+def test_the_nan_of_a_broken_model_is_not_hidden(
+    queries: int, masked: bool, softcap: float | None
 ) -> None:
-    query, keys, values = draw(queries=queries)
+    query, keys, values = draw(queries=queries, value_dim=D)
     query[0, 0] = float("nan")
-    mask = torch.ones(1, 1, queries, 9, dtype=torch.bool).tril(9 - queries)
+    mask = causal_mask(queries, 9, query.device) if masked else None
     found = dense_attention(query, keys, values, scaling=SCALING, softcap=softcap, mask=mask)
     assert found[0, :, 0].isnan().all()
     assert found[1].isfinite().all()

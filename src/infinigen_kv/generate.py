@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from infinigen_kv.cache import InfiniGenCache
+from infinigen_kv.config import PROMPT_CHUNK
 from infinigen_kv.errors import InputError
-from infinigen_kv.session import Session
+
+if TYPE_CHECKING:
+    from infinigen_kv.cache import InfiniGenCache
+    from infinigen_kv.session import Session
 
 
 def cache_argument(model: PreTrainedModel) -> str:
@@ -34,18 +37,48 @@ def forward(
 
 @torch.no_grad()
 def prefill(
-    session: Session, cache: InfiniGenCache, token_ids: Tensor, *, chunk: int | None = None
+    session: Session,
+    cache: InfiniGenCache,
+    token_ids: Tensor,
+    *,
+    chunk: int | None = PROMPT_CHUNK,
 ) -> Tensor:
     """Read a prompt ``(B, Q)`` with full attention; logits of its last position ``(B, 1, V)``.
 
-    ``chunk`` tokens at a time, None for all at once.
+    Parameters
+    ----------
+    chunk
+        Tokens per row that one forward reads at most, which bounds the memory that it needs beyond
+        model and cache (`piece_length`); None for all at once.
+
+    Raises
+    ------
+    InputError
+        If the prompt is empty or ``chunk`` below 1.
     """
     tokens = token_ids.shape[1]
     if tokens == 0:
         raise InputError("the prompt is empty: give at least one token")
-    if chunk is not None and chunk < 1:
-        raise InputError(f"chunk={chunk} is not valid: it must be an integer >= 1")
+    length = piece_length(cache, tokens, chunk)
     cache.expect_prompt(cache.get_seq_length() + tokens)
-    for piece in token_ids.split(chunk or tokens, dim=1):
+    for piece in token_ids.split(length, dim=1):
         logits = forward(session.model, piece, cache, last_only=True)
     return logits
+
+
+def piece_length(cache: InfiniGenCache, tokens: int, chunk: int | None) -> int:
+    """Length of the pieces in which a prompt of so many tokens is read.
+
+    As equal as can be and at most ``chunk``, so that the last one is no remainder of a few tokens.
+    The whole prompt where a limited home cannot hold it: what is evicted after one piece, the next
+    could not attend to.
+    """
+    if chunk is not None and chunk < 1:
+        raise InputError(f"chunk={chunk} is not valid: it must be an integer >= 1, or None")
+    whole = not cache.storage.holds(cache.get_seq_length() + tokens)
+    return even_length(tokens, None if whole else chunk)
+
+
+def even_length(tokens: int, chunk: int | None) -> int:
+    """Length of the pieces, all but the last one equal, that so many tokens make."""
+    return tokens if chunk is None else -(-tokens // -(-tokens // chunk))

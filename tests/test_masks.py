@@ -1,0 +1,81 @@
+"""The mask function of an attached model against Transformers' own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.masking_utils import (
+    causal_mask_function,
+    sdpa_mask,
+    sliding_window_causal_mask_function,
+)
+
+import tiny
+from calibrating import feed, left_padded, tokens
+from infinigen_kv import attach, session
+from infinigen_kv.attention import causal_mask
+from infinigen_kv.masks import decoder_mask
+
+
+def padding(*numbers: int) -> Tensor:
+    return torch.arange(9) >= torch.tensor(numbers)[:, None]
+
+
+@pytest.mark.parametrize("queries", [1, 4, 9])
+@pytest.mark.parametrize("mask", [None, padding(0, 0)])
+def test_no_mask_where_the_order_says_it_all(queries: int, mask: Tensor | None) -> None:
+    given: dict[str, Any] = {"batch_size": 2, "q_length": queries, "kv_length": 9}
+    given |= {"q_offset": 9 - queries, "attention_mask": mask}
+    assert decoder_mask(**given) is None
+    written_out = sdpa_mask(**given, allow_is_causal_skip=False)
+    assert torch.equal(
+        written_out, causal_mask(queries, 9, torch.device("cpu")).expand(2, -1, -1, -1)
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attention_mask": padding(0, 3)},
+        {"attention_mask": padding(0, 0)[:, :7]},  # Transformers takes the rest for padding
+        {"mask_function": sliding_window_causal_mask_function(3), "local_size": 3},
+        {"mask_function": lambda row, head, query, key: key <= query},  # nobody knows what it does
+        {"kv_length": 12},  # a cache of fixed length
+        {"kv_offset": 2, "kv_length": 7},
+        {"q_offset": torch.tensor(5)},
+        {"allow_is_causal_skip": False},
+    ],
+)
+def test_all_others_are_transformers_own(changes: dict[str, Any]) -> None:
+    given = {"batch_size": 2, "q_length": 4, "kv_length": 9, "q_offset": 5, "kv_offset": 0}
+    given |= {"mask_function": causal_mask_function, **changes}
+    assert torch.equal(decoder_mask(**given), sdpa_mask(**given))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_models_ask_for_it(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers with a window get a mask, the others do not, unless there is padding."""
+    seen: list[tuple[bool, bool]] = []
+
+    def watched(*given: Any, **options: Any) -> Tensor | None:
+        made = decoder_mask(*given, **options)
+        seen.append((options.get("local_size") is not None, made is not None))
+        return made
+
+    monkeypatch.setattr(session, "decoder_mask", watched)
+    model = tiny.TINY[family]()
+    ids, mask = left_padded(tokens(2, 50), (0, 7))
+    with attach(model) as attached:
+        for given, expected in (
+            (None, {(False, False), (True, True)}),
+            (mask, {(False, True), (True, True)}),
+        ):
+            cache = attached.new_cache(policy="ideal")
+            feed(model, cache, ids, given, slice(0, 30))
+            seen.clear()
+            feed(model, cache, ids, given, slice(30, 50))
+            kinds = {True, False} if family == "gemma2" else {False}
+            assert set(seen) == {each for each in expected if each[0] in kinds}
