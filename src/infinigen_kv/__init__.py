@@ -4,12 +4,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from infinigen_kv.batch import InfiniGenBatch
     from infinigen_kv.cache import InfiniGenCache
     from infinigen_kv.calibration import Calibration, calibrate
     from infinigen_kv.config import InfiniGenConfig
     from infinigen_kv.errors import (
         CacheStateError,
         CalibrationError,
+        DeviceError,
         HomeError,
         InfiniGenError,
         InputError,
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     )
     from infinigen_kv.language_model import Generation, LanguageModel, load
     from infinigen_kv.models import load_model
+    from infinigen_kv.scheduling import Request, generate_rows
     from infinigen_kv.session import Session, attach
     from infinigen_kv.storage import StorageConfig
 
@@ -26,18 +29,22 @@ _HOMES = {
     "CacheStateError": "errors",
     "Calibration": "calibration",
     "CalibrationError": "errors",
+    "DeviceError": "errors",
     "Generation": "language_model",
     "HomeError": "errors",
+    "InfiniGenBatch": "batch",
     "InfiniGenCache": "cache",
     "InfiniGenConfig": "config",
     "InfiniGenError": "errors",
     "InputError": "errors",
     "LanguageModel": "language_model",
+    "Request": "scheduling",
     "Session": "session",
     "StorageConfig": "storage",
     "UnsupportedModelError": "errors",
     "attach": "session",
     "calibrate": "calibration",
+    "generate_rows": "scheduling",
     "load": "language_model",
     "load_model": "models",
 }
@@ -46,18 +53,22 @@ __all__ = [
     "CacheStateError",
     "Calibration",
     "CalibrationError",
+    "DeviceError",
     "Generation",
     "HomeError",
+    "InfiniGenBatch",
     "InfiniGenCache",
     "InfiniGenConfig",
     "InfiniGenError",
     "InputError",
     "LanguageModel",
+    "Request",
     "Session",
     "StorageConfig",
     "UnsupportedModelError",
     "attach",
     "calibrate",
+    "generate_rows",
     "load",
     "load_model",
 ]

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from infinigen_kv.errors import CacheStateError, InputError
+from infinigen_kv.engine import EngineCache, Owner
+from infinigen_kv.errors import CacheStateError, DeviceError, InputError
+from infinigen_kv.faults import is_device_fault
 from infinigen_kv.offloaded import OffloadedLayer
 from infinigen_kv.policies import FullPolicy
 from infinigen_kv.pool.linked import LinkedPool
@@ -25,13 +29,7 @@ if TYPE_CHECKING:
 LONGEST_DRAFT = 64  # tokens; what assisted decoding verifies at once stays below
 
 
-class Owner(Protocol):
-    """What a cache was made by, and works with: a session."""
-
-    closed: bool
-
-
-class InfiniGenCache(Cache):
+class InfiniGenCache(EngineCache):
     """KV cache of one batch, for ``model.generate(..., cache=cache)`` on an attached model.
 
     Layers with full attention are `OffloadedLayer`; sliding layers keep their window in
@@ -65,12 +63,13 @@ class InfiniGenCache(Cache):
         self.config = config
         self.owner = owner
         self.recorder: Recorder | None = None
-        self._sources = sources
+        self.sources = sources
         heralded = {layer for followers in sources.values() for layer in followers}
         self._unheralded = [layer for layer in self.offloaded if layer.spec.index not in heralded]
         self._step: Step | None = None
         self._thread: threading.Thread | None = None
         self._interrupted = False
+        self._lost = False
         self._saw_prompt = False
         self._prompt_until = 0
         self._forced = False
@@ -115,6 +114,11 @@ class InfiniGenCache(Cache):
         wanted = sum(each.wanted for each in lookups)
         return sum(each.hits for each in lookups) / wanted if wanted else float("nan")
 
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether a forward failed and could not be taken back; only `reset` helps then."""
+        return self._interrupted
+
     def reset_statistics(self) -> None:
         """Count link traffic and resident hits anew."""
         self.storage.link.statistics.reset()
@@ -140,6 +144,7 @@ class InfiniGenCache(Cache):
         only by callers who feed a prompt in chunks of which the last may hold a single token.
         """
         self._prompt_until = tokens
+        self.storage.expect(tokens)
         self._drafting = "no" if self._drafting == "yes" else self._drafting
 
     @contextmanager
@@ -161,7 +166,7 @@ class InfiniGenCache(Cache):
         """The model starts a forward of ``queries`` new tokens in ``rows`` rows."""
         self._settle()
         self._check_usable(rows)
-        start = self.get_seq_length()
+        start, end = self.get_seq_length(), self._prompt_until
         self._step = Step(
             start=start,
             queries=queries,
@@ -171,6 +176,7 @@ class InfiniGenCache(Cache):
             selecting=self._decodes(start, queries),
             config=self.config,
             recorder=self.recorder,
+            prompt_ends=start + queries >= end if start < end else None,
         )
         if self._step.selecting and queries > 1:
             self._check_room(queries)
@@ -183,13 +189,17 @@ class InfiniGenCache(Cache):
 
         Returns the layer itself where it is offloaded.
         """
-        for follower in self._sources.get(index, ()):
+        for follower in self.sources.get(index, ()):
             self.layers[follower].rehearse(hidden)
         if index == len(self.layers) - 1:
-            for each in self._unheralded:
-                each.prefetch_next()
+            self.prefetch_unheralded()
         layer = self.layers[index]
         return layer if isinstance(layer, OffloadedLayer) else None
+
+    def prefetch_unheralded(self) -> None:
+        """Start to move what layers without a predecessor will want in the next decode step."""
+        for layer in self._unheralded:
+            layer.prefetch_next()
 
     def update(
         self,
@@ -211,7 +221,10 @@ class InfiniGenCache(Cache):
         """The forward is over; if it failed, the tokens that it added are taken back."""
         # a second forward that was refused ends too, and must not end the first one with it
         if self._step is not None and self._thread is threading.current_thread():
-            self._close_step(finished)
+            if not finished and is_device_fault(sys.exc_info()[1]):
+                self._abandon()
+            else:
+                self._close_step(finished)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens held, those of an unfinished forward left out."""
@@ -246,6 +259,7 @@ class InfiniGenCache(Cache):
         if self.get_seq_length() == 0:
             self._saw_prompt = False
 
+    @torch.inference_mode(False)  # a copy that is made inside of it may be used outside
     def __deepcopy__(self, memo: dict[int, Any]) -> InfiniGenCache:
         """A copy of the KV for the same session, to continue one prompt in several ways."""
         self._settle()
@@ -324,6 +338,14 @@ class InfiniGenCache(Cache):
                 broken |= layer.get_seq_length() != step.start
         self._interrupted = broken
 
+    def _abandon(self) -> None:
+        """The device is gone: nothing can be taken back, so let go of memory, threads and files."""
+        self._step, self._thread = None, None
+        self._lost = True
+        for layer in self.offloaded:
+            layer.abandon()
+        self.storage.close()
+
     def _check_room(self, queries: int) -> None:
         """Several queries select by position, which slots of a full home are not."""
         free = [pool.free for pool in self._pools if pool.free is not None]
@@ -335,6 +357,11 @@ class InfiniGenCache(Cache):
             )
 
     def _check_usable(self, rows: int) -> None:
+        if self._lost:
+            raise DeviceError(
+                "the device of this cache stopped working and its KV is lost: read the prompt into "
+                "a new cache on a device that works"
+            )
         if self._interrupted:
             raise CacheStateError(
                 "a forward with this cache was interrupted, and its sliding or evicting layers, "

@@ -21,5 +21,9 @@ class CacheStateError(InfiniGenError, RuntimeError):
     """A cache was used where it cannot be: outside ``attach``, with another model or batch."""
 
 
+class DeviceError(InfiniGenError, RuntimeError):
+    """The device that held a cache stopped working, and what was on it is lost."""
+
+
 class HomeError(InfiniGenError, OSError):
     """A home cannot hold or return entries: its disk is full, fails, or is closed."""

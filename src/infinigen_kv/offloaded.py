@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from infinigen_kv.attention import decode_attention, dense_attention, grouped_scores
+from infinigen_kv.attention import decode_weights, dense_attention, grouped_scores
 from infinigen_kv.errors import CacheStateError, HomeError
+from infinigen_kv.kernels import Kernels
 from infinigen_kv.policies import Policy
 from infinigen_kv.pool.pool import Pool
 from infinigen_kv.rehearsal.select import Selection, selection_mask
@@ -29,10 +31,13 @@ class OffloadedLayer(CacheLayerMixin):
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self, spec: LayerSpec, policy: Policy, make_pool: PoolMaker) -> None:
+    def __init__(
+        self, spec: LayerSpec, policy: Policy, make_pool: PoolMaker, kernels: Kernels
+    ) -> None:
         super().__init__()
         self.spec = spec
         self.policy = policy
+        self._kernels = kernels
         self.pool: Pool | None = None
         self._make_pool = make_pool
         self._device: torch.device | None = None
@@ -56,17 +61,31 @@ class OffloadedLayer(CacheLayerMixin):
         self._step = step
         self._chosen = None
 
+    @property
+    def selects(self) -> bool:
+        """Whether the forward under way may select in this layer."""
+        return self._step is not None and self.pool is not None and self._step.selecting
+
     def rehearse(self, hidden: Tensor) -> None:
         """Choose this layer's entries from the previous layer's input and start to move them."""
         step, pool = self._step, self.pool
         assert step is not None
         if pool is None or step.start == 0:
             return
-        selection = self.policy.rehearse(hidden, step, pool) if step.selecting else None
+        if step.selecting:
+            self.rehearse_query(self.policy.predict(hidden, step))
+        else:
+            pool.prefetch_all()
+
+    def rehearse_query(self, query: Tensor | None) -> None:
+        """As `rehearse` in a step that selects, given the policy's prediction."""
+        step, pool, policy = self._step, self.pool, self.policy
+        assert step is not None and pool is not None
+        selection = policy.plan(step, pool) if query is None else policy.rehearse(query, step, pool)
         if selection is not None:
             self._chosen = selection
             pool.prefetch(selection)
-        elif step.queries == 1:
+        elif step.queries == 1 and not policy.late:
             pool.prefetch_all()
 
     def prefetch_next(self) -> None:
@@ -88,6 +107,7 @@ class OffloadedLayer(CacheLayerMixin):
             )
         return key_states, value_states
 
+    @torch.inference_mode(False)  # what that makes may not be written to outside of it later
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.pool = self._make_pool(key_states, value_states)
         self._device = key_states.device
@@ -107,7 +127,12 @@ class OffloadedLayer(CacheLayerMixin):
 
         ``keys`` and ``values`` are those of the new tokens.
         """
-        assert self._step is not None
+        step, pool = self._step, self.pool
+        assert step is not None and pool is not None
+        if self.policy.late and step.selecting and step.queries == 1:
+            self._chosen = self.policy.choose_late(query, step, pool)
+            if self._chosen is not None:
+                pool.prefetch(self._chosen)
         if self._chosen is not None:
             return self._attend_selected(query, keys, values, scaling, softcap)
         return self._attend_all(query, keys, values, mask, scaling, softcap)
@@ -119,17 +144,20 @@ class OffloadedLayer(CacheLayerMixin):
         step, pool, selection = self._step, self.pool, self._chosen
         assert step is not None and pool is not None and selection is not None
         self._chosen = None
-        moved_keys, moved_values = pool.collect()
-        output = decode_attention(
+        output, weights = self._kernels.attend(
             query,
-            torch.cat([moved_keys, keys], dim=2),
-            torch.cat([moved_values, values], dim=2),
+            pool.collect_in_place(),
+            selection.counts,
+            keys,
+            values,
             scaling=scaling,
             softcap=softcap,
-            visible=_meant_and_own(selection, query.device),
+            weighed=self.policy.needs_weights,
         )
         slots = pool.append(keys, values)
         self.policy.observe(query, keys, step, pool, slots)
+        if weights is not None:
+            self.policy.attended(weights, selection, step)
         if step.recorder is not None:
             step.recorder.record(self.spec.index, step, selection, None)
         return output
@@ -149,6 +177,8 @@ class OffloadedLayer(CacheLayerMixin):
         positions = pool.positions
         all_keys, all_values, slots = pool.extend(keys, values)
         self.policy.observe(query, keys, step, pool, slots)
+        if step.may_end_prompt:
+            self.policy.finish_prompt(all_keys, step, slots)
         picked = None
         if step.selecting and step.queries > 1:
             picked = self.policy.select(step, pool)
@@ -160,10 +190,14 @@ class OffloadedLayer(CacheLayerMixin):
             wanted = step.recorder.needs_scores and picked is not None
             scores = grouped_scores(query, all_keys, scaling, softcap) if wanted else None
             step.recorder.record(self.spec.index, step, picked, scores)
-        output = dense_attention(
-            query, all_keys, all_values, scaling=scaling, softcap=softcap, mask=mask
-        )
-        if step.queries > 1 and pool.room and not step.selecting:
+        compute = self._kernels.attend_all if step.queries == 1 else dense_attention
+        output = compute(query, all_keys, all_values, mask=mask, scaling=scaling, softcap=softcap)
+        if step.queries == 1 and self.policy.needs_weights:
+            weights = decode_weights(
+                query, all_keys, scaling=scaling, softcap=softcap, visible=mask
+            )
+            self.policy.attended(weights, None, step)
+        if step.may_end_prompt and pool.room:
             self._warm(query, all_keys, all_values, step, slots)
         return output
 
@@ -176,12 +210,7 @@ class OffloadedLayer(CacheLayerMixin):
             return  # tokens and slots have parted
         likely = self.policy.likely(self.pool.room, query, keys, step)
         if likely is not None:
-            index = likely.unsqueeze(-1)
-            self.pool.warm(
-                likely,
-                keys.gather(2, index.expand(-1, -1, -1, keys.shape[3])),
-                values.gather(2, index.expand(-1, -1, -1, values.shape[3])),
-            )
+            self.pool.warm(likely, keys, values)
 
     # The interface of a Transformers cache layer.
 
@@ -221,6 +250,15 @@ class OffloadedLayer(CacheLayerMixin):
             return False
         return self.pool.length == length
 
+    def abandon(self) -> None:
+        """As `reset`, where the device may raise at every call."""
+        pool, self.pool = self.pool, None
+        self._chosen, self.is_initialized = None, False
+        self.policy.truncate(0)
+        if pool is not None:
+            with suppress(RuntimeError, HomeError):
+                pool.close()
+
     def reset(self) -> None:
         if self.pool is not None:
             self.pool.close()
@@ -237,6 +275,7 @@ class OffloadedLayer(CacheLayerMixin):
             rows = self.pool.rows
             self.batch_select_indices(torch.arange(rows).repeat_interleave(repeats))
 
+    @torch.inference_mode(False)
     def batch_select_indices(self, indices: Tensor) -> None:
         if self.pool is None:
             return
@@ -253,16 +292,6 @@ class OffloadedLayer(CacheLayerMixin):
         """Nothing to do: the rehearsal prefetches."""
 
 
-def _meant_and_own(selection: Selection, device: torch.device) -> Tensor | None:
-    """Columns of moved entries that count, and the query's own: ``(B, 1, 1, n + 1)`` or None."""
-    if selection.counts is None:
-        return None
-    moved = selection.index.shape[-1]
-    places = torch.arange(moved + 1, device=device)
-    visible = (places < selection.counts.to(device)) | (places == moved)
-    return visible[:, None, None, :]
-
-
 def _with_new_tokens(selected: Tensor, step: Step) -> Tensor:
     """A selection ``(B, H_kv, Q, S)`` and each query's own token."""
     own = torch.arange(step.start, step.start + step.queries, device=selected.device)
@@ -275,12 +304,7 @@ def _mask_of_held(mask: Tensor | None, positions: Tensor, step: Step) -> Tensor 
     ``positions`` ``(B, S)``: where held tokens stand in it. All of them come before the queries.
     """
     if mask is None:
-        if step.queries == 1:
-            return None
-        new = torch.arange(step.queries, device=positions.device)
-        causal = (new <= new[:, None])[None, None]
-        held = causal.new_ones(1, 1, step.queries, positions.shape[1])
-        return torch.cat([held, causal], dim=3)
+        return None
     new = torch.arange(step.start, step.start + step.queries).expand(positions.shape[0], -1)
     columns = torch.cat([positions, new.to(positions.device)], dim=1).to(mask.device)
     wide = columns[:, None, None, :].expand(-1, mask.shape[1], mask.shape[2], -1)

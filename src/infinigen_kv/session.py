@@ -11,22 +11,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.cache_utils import DynamicSlidingWindowLayer
-from transformers.masking_utils import sdpa_mask
 
 from infinigen_kv.adapters import adapter_for
-from infinigen_kv.adapters.base import Adapter, LayerSpec
+from infinigen_kv.adapters.base import Adapter
 from infinigen_kv.attention import dense_attention
+from infinigen_kv.batch import InfiniGenBatch
+from infinigen_kv.blueprint import CacheBlueprint
 from infinigen_kv.cache import InfiniGenCache
 from infinigen_kv.calibration import Calibration
 from infinigen_kv.config import InfiniGenConfig
+from infinigen_kv.engine import Attending, EngineCache
 from infinigen_kv.errors import CacheStateError, InputError
-from infinigen_kv.offloaded import OffloadedLayer
-from infinigen_kv.policies import FullPolicy, InfiniGenPolicy
-from infinigen_kv.policies.infinigen import RehearsalLayer
-from infinigen_kv.policies.registry import cache_plan, check_policy
-from infinigen_kv.predict import QueryPredictor
-from infinigen_kv.storage import Storage, StorageConfig, hard_layers
+from infinigen_kv.faults import device_error
+from infinigen_kv.kernels import KernelsName, find_kernels
+from infinigen_kv.masks import decoder_mask
+from infinigen_kv.policies.registry import POLICIES, cache_plan, check_policy
+from infinigen_kv.policies.settings import BUDGET, PolicySettings
+from infinigen_kv.ragged import check_rotary
+from infinigen_kv.row import check_size
+from infinigen_kv.storage import StorageConfig
 
 ATTENTION = "infinigen_kv"
 CACHE_NAMES = ("cache", "past_key_values", "layer_past")  # by release and family
@@ -41,13 +44,15 @@ class Session:
         calibration: Calibration | None,
         config: InfiniGenConfig,
         storage: StorageConfig,
+        kernels: KernelsName = "auto",
     ) -> None:
         self.model = model
+        self.kernels = kernels
         self.config = config
         self.storage = storage
         self.adapter: Adapter = adapter_for(model)
         self.closed = False
-        self._caches: weakref.WeakSet[InfiniGenCache] = weakref.WeakSet()
+        self._holders: weakref.WeakSet[InfiniGenCache | InfiniGenBatch] = weakref.WeakSet()
         self._calibration = calibration
 
     def new_cache(
@@ -57,6 +62,8 @@ class Session:
         policy: str = "infinigen",
         storage: StorageConfig | None = None,
         link_rate: float | None = None,
+        kernels: KernelsName | None = None,
+        budget: float = BUDGET,
     ) -> InfiniGenCache:
         """An empty cache for one batch.
 
@@ -71,38 +78,74 @@ class Session:
             Home, link, codec, capacity, resident set; None for the session's.
         link_rate
             Bytes per second of a link ``emulated:paper``.
+        kernels
+            Who computes decode steps, see `attach`; None for the session's.
+        budget
+            Share of the cached tokens, in (0, 1], that the policies with a fixed budget attend to,
+            and that those that page keep on the device.
         """
-        if self.closed:
-            raise CacheStateError("the session is over: make caches inside `with attach(...)`")
+        self._check_open()
         if tokens < 0:
             raise InputError(f"tokens={tokens} is not valid: it must be an integer >= 0")
-        plan = cache_plan(check_policy(policy), self.config, storage or self.storage)
-        if isinstance(plan.storage.capacity, float) and tokens == 0:
+        blueprint = self._blueprint(policy, storage, kernels, budget)
+        capacity = blueprint.storage_config.capacity
+        if isinstance(capacity, float) and tokens == 0:
             raise InputError(
-                f"capacity={plan.storage.capacity} is a share of the tokens that the cache is made "
-                "for: say how many in new_cache(tokens=...), or give the capacity in tokens"
+                f"capacity={capacity} is a share of the tokens that the cache is made for: say how "
+                "many in new_cache(tokens=...), or give the capacity in tokens"
             )
-        speculated = self._speculated(plan.config) if plan.selects else set()
-        local = self._resident_layers(plan.storage, speculated) if plan.selects else set()
-        apart = [spec for spec in self.adapter.layers if not spec.is_sliding]
-        shared = Storage(
-            plan.storage, rate=link_rate, tokens=tokens, layers=len(apart) - len(local)
-        )
-        layers: list[OffloadedLayer | DynamicSlidingWindowLayer] = []
-        sources: dict[int, list[int]] = {}
-        for spec in self.adapter.layers:
-            if spec.is_sliding:
-                layers.append(DynamicSlidingWindowLayer(self.model.config.sliding_window))
-                continue
-            selects = spec.index in speculated - local
-            made = self._policy(spec, plan.config) if selects else FullPolicy()
-            pool = shared.local_pool if spec.index in local else shared.pool
-            layers.append(OffloadedLayer(spec, made, pool))
-            if spec.index > 0:
-                sources.setdefault(spec.index - 1, []).append(spec.index)
-        cache = InfiniGenCache(layers, sources, plan.config, owner=self, storage=shared)
-        self._caches.add(cache)
+        cache = blueprint.cache(blueprint.storage(tokens, link_rate), owner=self)
+        self._holders.add(cache)
         return cache
+
+    def new_batch(
+        self,
+        *,
+        tokens: int,
+        rows: int = 8,
+        policy: str = "infinigen",
+        storage: StorageConfig | None = None,
+        link_rate: float | None = None,
+        kernels: KernelsName | None = None,
+        budget: float = BUDGET,
+        fixed_width: bool = True,
+    ) -> InfiniGenBatch:
+        """An empty batch whose rows join and leave one by one; close it, or use it in a ``with``.
+
+        Parameters
+        ----------
+        tokens
+            Tokens that a row may hold, prompt included; at most the model's positions.
+        rows
+            Rows that may be in the batch at once.
+        storage
+            As for `new_cache`. All rows share one link and, on disk, one file. A ``resident`` or
+            ``pinned_bytes`` in bytes is for all rows together; a ``capacity`` is each row's.
+        policy, link_rate, kernels, budget
+            As for `new_cache`.
+        fixed_width
+            Whether a row's logits are the same to the last bit however many others take part, see
+            `InfiniGenBatch`. Without it, steps of few of many rows are faster.
+
+        Raises
+        ------
+        InputError
+            If a value is outside its range.
+        UnsupportedModelError
+            If one row's positions would change those of the others.
+        """
+        self._check_open()
+        check_size("rows", rows)
+        check_size("tokens", tokens)
+        self.check_length(tokens)
+        check_rotary(self.adapter, tokens)
+        blueprint = self._blueprint(policy, storage, kernels, budget)
+        shared = blueprint.storage(tokens, link_rate)
+        batch = InfiniGenBatch(
+            self, blueprint, shared, rows=rows, tokens=tokens, fixed_width=fixed_width
+        )
+        self._holders.add(batch)
+        return batch
 
     def check_length(self, tokens: int) -> None:
         """Raise `InputError` if the model has fewer positions than ``tokens``."""
@@ -113,46 +156,31 @@ class Session:
                 "positions: shorten the prompt or generate fewer tokens"
             )
 
-    def _speculated(self, config: InfiniGenConfig) -> set[int]:
-        if self._calibration is None:
+    def _check_open(self) -> None:
+        if self.closed:
+            raise CacheStateError("the session is over: make caches inside `with attach(...)`")
+
+    def _blueprint(
+        self,
+        policy: str,
+        storage: StorageConfig | None,
+        kernels: KernelsName | None,
+        budget: float,
+    ) -> CacheBlueprint:
+        plan = cache_plan(check_policy(policy), self.config, storage or self.storage)
+        settings = PolicySettings(budget=budget)
+        if plan.rehearses and self._calibration is None:
+            others = [
+                name
+                for name in POLICIES
+                if not cache_plan(name, self.config, self.storage).rehearses
+            ]
             raise InputError(
-                "attach(model) without a calibration only makes caches with policy='ideal' or "
-                "policy='stream'"
+                f"policy={policy!r} needs a calibration: make one and use attach(model, "
+                f"calibration); without a calibration there are {', '.join(others)}"
             )
-        return {
-            spec.index
-            for spec in self.adapter.layers
-            if not spec.is_sliding and spec.index >= config.first_layer
-        }
-
-    def _resident_layers(self, storage: StorageConfig, speculated: set[int]) -> set[int]:
-        """Layers with full attention that keep all their KV on the device."""
-        full = {spec.index for spec in self.adapter.layers if not spec.is_sliding}
-        wanted = storage.resident_layers
-        if wanted != "auto":
-            unknown = set(wanted) - full
-            if unknown:
-                raise InputError(
-                    f"resident_layers={sorted(wanted)} is not valid: {min(unknown)} is not a layer "
-                    f"with full attention; those are {sorted(full)}"
-                )
-            return set(wanted)
-        if storage.is_local_on(self.model.device):
-            return set()
-        assert self._calibration is not None
-        return (full - speculated) | (hard_layers(self._calibration.report) & speculated)
-
-    def _policy(self, spec: LayerSpec, config: InfiniGenConfig) -> InfiniGenPolicy:
-        assert self._calibration is not None
-        fitted = self._calibration.layers[spec.index]
-        paper = config.rehearsal == "paper"
-        rehearsal = RehearsalLayer(
-            predict_query=QueryPredictor(self.adapter, spec.index, None if paper else fitted),
-            skew=fitted.skew if paper else None,
-            scaling=spec.scaling,
-            softcap=spec.softcap,
-        )
-        return InfiniGenPolicy(rehearsal, config)
+        computing = find_kernels(kernels or self.kernels, self.model.device, self.model.dtype)
+        return CacheBlueprint(self.adapter, self._calibration, plan, settings, computing)
 
     # Hooks.
 
@@ -195,7 +223,10 @@ class Session:
         if cache is None:
             return None
         hidden = self.adapter.attention_input(args, kwargs)
-        layer = cache.attention_input(index, hidden)
+        try:
+            layer = cache.attention_input(index, hidden)
+        except RuntimeError as error:
+            raise (device_error(error, hidden.device) or error) from error.__cause__
         return None if layer is None else (args, {**kwargs, "offloaded_layer": layer})
 
     @staticmethod
@@ -209,8 +240,8 @@ class Session:
         """Refuse new caches, and end the threads and files of those there are."""
         self.closed = True
         with ExitStack() as undo:  # goes on with the others where one fails
-            for cache in self._caches:
-                undo.callback(cache.storage.close)
+            for holder in self._holders:
+                undo.callback(holder.storage.close)
 
 
 @contextmanager
@@ -219,6 +250,8 @@ def attach(
     calibration: Calibration | None = None,
     config: InfiniGenConfig | None = None,
     storage: StorageConfig | None = None,
+    *,
+    kernels: KernelsName = "auto",
 ) -> Iterator[Session]:
     """Let ``model`` use InfiniGen caches inside a ``with`` block; afterwards it is as it was.
 
@@ -232,6 +265,9 @@ def attach(
         Settings of the selection; None for the defaults.
     storage
         Where the KV lives and how it moves; None keeps it in memory, on the device.
+    kernels
+        Who computes decode steps: ``native`` (compiled, on a CPU), ``torch``, or ``auto`` for the
+        native ones where they can be had.
 
     Yields
     ------
@@ -245,7 +281,10 @@ def attach(
     CalibrationError
         If the calibration belongs to another model.
     """
-    session = Session(model, calibration, config or InfiniGenConfig(), storage or StorageConfig())
+    find_kernels(kernels, model.device, model.dtype)  # what cannot be had is said now
+    session = Session(
+        model, calibration, config or InfiniGenConfig(), storage or StorageConfig(), kernels
+    )
     if calibration is not None:
         calibration.check_model(session.adapter)
     if model.config._attn_implementation == ATTENTION:
@@ -266,15 +305,18 @@ def infinigen_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     softcap: float | None = None,
-    offloaded_layer: OffloadedLayer | None = None,
+    offloaded_layer: Attending | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
     """A Transformers attention function: the offloaded layer's if there is one, else plain."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if offloaded_layer is not None:
-        output = offloaded_layer.attend(
-            query, key, value, attention_mask, scaling=scale, softcap=softcap
-        )
+        try:
+            output = offloaded_layer.attend(
+                query, key, value, attention_mask, scaling=scale, softcap=softcap
+            )
+        except RuntimeError as error:
+            raise (device_error(error, query.device) or error) from error.__cause__
     else:
         output = dense_attention(
             query, key, value, scaling=scale, softcap=softcap, mask=attention_mask, dropout=dropout
@@ -285,7 +327,7 @@ def infinigen_attention(
 def _set_attention(model: PreTrainedModel, undo: ExitStack) -> None:
     """Route the model's attention here, and its masks to booleans."""
     AttentionInterface.register(ATTENTION, infinigen_attention)
-    AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+    AttentionMaskInterface.register(ATTENTION, decoder_mask)
     before = model.config._attn_implementation
     undo.callback(model.set_attn_implementation, before)
     model.set_attn_implementation(ATTENTION)
@@ -318,8 +360,8 @@ def _by_name(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return {**inspect.signature(decoder.forward).bind_partial(*args).arguments, **kwargs}
 
 
-def _find_cache(kwargs: dict[str, Any]) -> InfiniGenCache | None:
+def _find_cache(kwargs: dict[str, Any]) -> EngineCache | None:
     for name in CACHE_NAMES:
-        if isinstance(kwargs.get(name), InfiniGenCache):
+        if isinstance(kwargs.get(name), EngineCache):
             return kwargs[name]
     return None

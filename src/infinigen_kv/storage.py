@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import re
@@ -10,12 +11,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 
 from infinigen_kv.errors import InputError
+from infinigen_kv.kernels import Kernels
 from infinigen_kv.link import Link, LinkSpec, Pace
 from infinigen_kv.link.cuda import CudaStore
 from infinigen_kv.link.lane import GATHERS, Gather, Lane, needs_lane
@@ -135,6 +137,20 @@ class StorageConfig:
         moves = self.home == "disk" or self.link != "none" or device.type != "cpu"
         return 0.2 if moves else 0
 
+    def limit(self, tokens: int) -> int | None:
+        """`capacity` in tokens per row, for a cache made for ``tokens``; None for no limit."""
+        if self.capacity is None or isinstance(self.capacity, int):
+            return self.capacity
+        return max(SMALLEST_CAPACITY, math.floor(self.capacity * tokens))
+
+    def resident_entries(self, device: torch.device, tokens: int, all_heads: int) -> int:
+        """`resident` in entries per row and head.
+
+        ``all_heads`` are the bytes of one entry of every row, head and layer that has a home.
+        """
+        budget = self.resident_budget_on(device)
+        return math.ceil(budget * tokens) if isinstance(budget, float) else budget // all_heads
+
     @property
     def pinned_budget(self) -> int:
         """`pinned_bytes`, resolved."""
@@ -154,14 +170,24 @@ class Storage:
         Tokens per row that the cache is made for; 0 if unknown.
     layers
         Layers that keep their KV in a home apart from the device.
+    kernels
+        Who does the bookkeeping of resident sets; None for PyTorch.
     """
 
     def __init__(
-        self, config: StorageConfig, *, rate: float | None, tokens: int, layers: int
+        self,
+        config: StorageConfig,
+        *,
+        rate: float | None,
+        tokens: int,
+        layers: int,
+        kernels: Kernels | None = None,
     ) -> None:
         self.config = config
+        self._kernels = kernels
         self._tokens = tokens
         self._layers = max(1, layers)
+        self._whole: Storage | None = None  # kept alive by its rows
         self.link = Link(
             _pace(LinkSpec.parse(config.link), rate),
             queue_depth=config.queue_depth if config.home == "disk" else 0,
@@ -194,6 +220,11 @@ class Storage:
         return 0 if self._file is None else self._file.nbytes
 
     @property
+    def disk_bytes_read(self) -> int:
+        """Bytes asked of the disk so far, the unwanted parts of blocks included."""
+        return 0 if self._file is None else self._file.bytes_read
+
+    @property
     def lanes(self) -> list[Lane]:
         """The ways to the CUDA devices that hold the cache's layers."""
         return list(self._lanes.values())
@@ -202,6 +233,27 @@ class Storage:
     def pinned_share(self) -> float | None:
         """Share of the home in RAM that is pinned; None where no CUDA device asked for it."""
         return self._memory.pinned_share
+
+    def expect(self, tokens: int) -> None:
+        """Make the pools that are yet to come for at least so many tokens per row."""
+        self._tokens = max(self._tokens, tokens)
+
+    def for_row(self, tokens: int, rows: int) -> Storage:
+        """For a cache of one of ``rows`` rows, of ``tokens`` tokens, over the same link and file.
+
+        What is closed with the cache is the row's alone; whoever made this storage closes it.
+        """
+        row = copy.copy(self)
+        row._tokens = tokens
+        row._layers = self._layers * rows  # a resident set in bytes is for all rows together
+        row._whole = self
+        row.close = cast(Any, _nothing)
+        return row
+
+    def holds(self, tokens: int) -> bool:
+        """Whether a home has room for so many tokens per row, so that none is evicted."""
+        limit = self.config.limit(max(self._tokens, tokens))
+        return limit is None or tokens <= limit
 
     def local_pool(self, keys: Tensor, values: Tensor) -> Pool:
         """A pool on the device, for layers that are kept there whole."""
@@ -213,7 +265,7 @@ class Storage:
             return self.local_pool(keys, values)
         codec = codec_by_name(self.config.codec)
         tokens = max(self._tokens, keys.shape[2])
-        limit = self._limit(tokens)
+        limit = self.config.limit(tokens)
         if limit is None:
             home = PackedHome(keys, values, codec, partial(self._store, keys.device), tokens)
         else:
@@ -223,6 +275,7 @@ class Storage:
             self.link,
             resident=self._resident(keys, values, tokens),
             eviction=None if limit is None else self.config.evict,
+            kernels=self._kernels,
         )
 
     def _store(
@@ -246,18 +299,10 @@ class Storage:
             self._lanes[device] = Lane.on(device, self.config.gather)
         return self._lanes[device]
 
-    def _limit(self, tokens: int) -> int | None:
-        capacity = self.config.capacity
-        if capacity is None or isinstance(capacity, int):
-            return capacity
-        return max(SMALLEST_CAPACITY, math.floor(capacity * tokens))
-
     def _resident(self, keys: Tensor, values: Tensor, tokens: int) -> int:
-        budget = self.config.resident_budget_on(keys.device)
-        if isinstance(budget, float):
-            return math.ceil(budget * tokens)
         entry = (keys.shape[3] + values.shape[3]) * keys.element_size()
-        return budget // (self._layers * keys.shape[0] * keys.shape[1] * entry)
+        all_heads = self._layers * keys.shape[0] * keys.shape[1] * entry
+        return self.config.resident_entries(keys.device, tokens, all_heads)
 
 
 def hard_layers(report: Any) -> set[int]:
@@ -305,6 +350,10 @@ def _close(file: DiskFile | None, link: Link, lanes: dict[torch.device, Lane]) -
         link.close()
         for lane in lanes.values():
             lane.close()
+
+
+def _nothing() -> None:
+    """Nothing is a row's alone but its pools, which its cache closes."""
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
