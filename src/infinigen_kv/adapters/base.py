@@ -63,6 +63,8 @@ class Adapter:
     ----------
     model
         A causal language model of the adapter's family.
+    shapes_only
+        Accept a model on the ``meta`` device, whose weights are shapes without data.
 
     Raises
     ------
@@ -84,8 +86,9 @@ class Adapter:
     hidden_size: int
     max_positions: int | None
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, shapes_only: bool = False) -> None:
         self.model = model
+        self._shapes_only = shapes_only
         self.config: Any = model.config
         self._check_features()
         untyped: Any = model
@@ -294,7 +297,7 @@ class Adapter:
                 f"{where} has a weight of type {weight.dtype} and shape {tuple(weight.shape)}, "
                 f"not a floating-point one of shape {expected}; load the model unquantised"
             )
-        if weight.is_meta:
+        if weight.is_meta and not self._shapes_only:
             self._reject(f"{where} has no data (device meta); load the model without offloading")
 
     def _find_rotary(self) -> nn.Module | None:

@@ -34,13 +34,15 @@ def supported_families() -> tuple[str, ...]:
     return tuple(adapter.family for adapter in _ADAPTERS)
 
 
-def adapter_for(model: PreTrainedModel) -> Adapter:
+def adapter_for(model: PreTrainedModel, *, shapes_only: bool = False) -> Adapter:
     """Build the adapter for a model.
 
     Parameters
     ----------
     model
         A causal language model of one of the supported families.
+    shapes_only
+        Accept a model on the ``meta`` device; its adapter tells sizes, not queries.
 
     Returns
     -------
@@ -54,7 +56,7 @@ def adapter_for(model: PreTrainedModel) -> Adapter:
     model_type = model.config.model_type
     for adapter in _ADAPTERS:
         if model_type in adapter.model_types:
-            return adapter(model)
+            return adapter(model, shapes_only=shapes_only)
     known = ", ".join(kind for adapter in _ADAPTERS for kind in adapter.model_types)
     raise UnsupportedModelError(
         f"Model type {model_type!r} ({type(model).__name__}) is not supported. Supported families: "
