@@ -1,0 +1,299 @@
+"""``infinigen-kv figures``: one subcommand for each set of figures."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from infinigen_kv.cli.files import ensure_folder, read_text
+from infinigen_kv.cli.loading import calibrated, load, read_calibration
+from infinigen_kv.cli.options import JsonOption, ModelOptions, expand_groups, parse_dtype
+from infinigen_kv.cli.output import print_json, say
+from infinigen_kv.errors import InputError
+from infinigen_kv.texts import documentation_text
+
+if TYPE_CHECKING:
+    from infinigen_kv.figures.definition import Figure, Setting
+    from infinigen_kv.figures.guests import Guest
+    from infinigen_kv.figures.laboratory import Laboratory, Subject
+    from infinigen_kv.figures.run import Order, Outcome
+    from infinigen_kv.figures.scale import Scale
+
+AUTO = "auto"
+UNPACED = "emulated:1000000"  # counts bytes and keeps nobody waiting
+
+figures = typer.Typer(
+    name="figures",
+    rich_markup_mode=None,
+    help="Measure and draw sets of figures, each set on one page.",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeedOptions:
+    """What `speed` takes beside the model; as the command line names it."""
+
+    out: Annotated[
+        Path,
+        typer.Option(
+            "--out",
+            metavar="DIR",
+            help="Folder for everything that is written.",
+            show_default=False,
+        ),
+    ]
+    figures: Annotated[
+        str | None,
+        typer.Option(
+            "--figures",
+            metavar="LIST",
+            help="14, 15, 16a, 16b, 17, 18 (the paper's), link, resident, pareto, memory. "
+            "[default: all]",
+            show_default=False,
+        ),
+    ] = None
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="Fewer and smaller points: some minutes with a small model."),
+    ] = False
+    again: Annotated[bool, typer.Option("--again", help="Measure finished points again, too.")] = (
+        False
+    )
+    models: Annotated[
+        str | None,
+        typer.Option(
+            "--models",
+            metavar="LIST",
+            help="Further models for 16b. [default: MODEL with fewer layers]",
+            show_default=False,
+        ),
+    ] = None
+    peers: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--peers",
+            metavar="FILE",
+            help="Results that a script of benchmarks/peers wrote; may be repeated.",
+            show_default=False,
+        ),
+    ] = None
+    prompt_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--prompt-tokens",
+            metavar="P",
+            min=32,
+            help="Longest prompt. [default: 4096, quick 1024]",
+            show_default=False,
+        ),
+    ] = None
+    decode_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--decode-tokens",
+            metavar="T",
+            min=1,
+            help="Measured steps of the headline figures. [default: 64, quick 6]",
+            show_default=False,
+        ),
+    ] = None
+    text: Annotated[
+        str | None,
+        typer.Option(
+            "--text",
+            metavar="FILE",
+            help="Text of the prompts. [default: the documentation of the Python language]",
+            show_default=False,
+        ),
+    ] = None
+    link: Annotated[
+        str,
+        typer.Option(
+            "--link",
+            metavar="auto|none|emulated:GB/s[,us]|emulated:paper",
+            help="What entries cross; auto: emulated:paper on a CPU, the machine's own on a GPU.",
+        ),
+    ] = AUTO
+    calibration: Annotated[
+        Path | None,
+        typer.Option(
+            "--calibration",
+            metavar="DIR",
+            help="What `infinigen-kv calibrate --output DIR` wrote. [default: the one in the "
+            "user's cache, made if there is none]",
+            show_default=False,
+        ),
+    ] = None
+
+
+def speed(
+    *,
+    json: JsonOption = False,
+    options: SpeedOptions,
+    target: ModelOptions,
+) -> None:
+    """Latency, throughput and bytes of every system: the paper's Figures 14 to 18, and others.
+
+    Finished points are kept in the folder and not measured again, so an interrupted run goes on.
+    """
+    from infinigen_kv.figures.catalogue import choose_figures
+    from infinigen_kv.figures.guests import read_guest
+
+    chosen = choose_figures(options.figures)
+    guests = tuple(read_guest(path) for path in options.peers or ())
+    scale = _scale(options)
+    text = documentation_text()
+    if options.text is not None:
+        text = read_text(options.text, option="--text")
+    _check_link(options.link)
+    _check_packages()
+    ensure_folder(options.out, option="--out")
+    laboratory = _laboratory(options, target, text)
+
+    from infinigen_kv.figures.run import Order, make_figures
+
+    order = Order(
+        figures=chosen, folder=options.out, command=_command(options, target), again=options.again
+    )
+    setting = _setting(options, target, order, laboratory, scale, guests)
+    outcome = make_figures(order, setting, laboratory, say)
+    _report(outcome, chosen, json=json)
+
+
+figures.command(short_help="The paper's speed figures, and some beyond.")(expand_groups(speed))
+
+
+def _scale(options: SpeedOptions) -> Scale:
+    from infinigen_kv.figures.scale import FULL, QUICK
+
+    scale = QUICK if options.quick else FULL
+    return scale.resized(options.prompt_tokens, options.decode_tokens)
+
+
+def _check_link(link: str) -> None:
+    from infinigen_kv.link import LinkSpec
+
+    if link == AUTO:
+        return
+    try:
+        LinkSpec.parse(link)
+    except InputError as error:
+        raise InputError(f"--{str(error).replace('=', ' ', 1)}; or auto") from error
+
+
+def _check_packages() -> None:
+    """What draws and writes, before anything is measured."""
+    from importlib.util import find_spec
+
+    from infinigen_kv.plots import require_matplotlib
+
+    require_matplotlib()
+    if find_spec("jinja2") is None:
+        raise InputError("the page needs jinja2: pip install 'infinigen-kv[plot]'")
+
+
+def _laboratory(options: SpeedOptions, target: ModelOptions, text: str) -> Laboratory:
+    given = read_calibration(options.calibration)
+    loaded = load(target)
+    from infinigen_kv.calibration import calibrate
+    from infinigen_kv.figures.laboratory import Laboratory, Subject
+    from infinigen_kv.models import load_model
+
+    made = calibrated(loaded, given)
+    main = Subject(loaded.model, loaded.tokenizer, made, _short(target.model))
+
+    def another(name: str) -> Subject:
+        # quietly: the bar of all points is on the terminal meanwhile
+        found = load_model(
+            name,
+            dtype=parse_dtype(target.dtype),
+            device=target.device,
+            trust_remote_code=target.trust_remote_code,
+        )
+        made = calibrate(found.model, found.tokenizer)
+        return Subject(found.model, found.tokenizer, made, _short(name))
+
+    return Laboratory(main, another, text)
+
+
+def _setting(
+    options: SpeedOptions,
+    target: ModelOptions,
+    order: Order,
+    laboratory: Laboratory,
+    scale: Scale,
+    guests: tuple[Guest, ...],
+) -> Setting:
+    """Everything that the figures need to know; measures the paper's link if it is wanted."""
+    from infinigen_kv.figures.definition import Setting
+    from infinigen_kv.figures.guests import prompt_digest
+    from infinigen_kv.figures.run import paper_link
+    from infinigen_kv.peers import PEERS
+    from infinigen_kv.policies.registry import POLICIES
+
+    subject = laboratory.main
+    scale = scale.within(subject.positions)
+    on_gpu = subject.model.device.type == "cuda"
+    link = options.link
+    if link == AUTO:
+        link = "none" if on_gpu else "emulated:paper"
+    if link == "emulated:paper":
+        link = paper_link(order, scale, laboratory, say)
+    models = [name.strip() for name in (options.models or "").split(",") if name.strip()]
+    return Setting(
+        scale=scale,
+        link=link,
+        counting_link="none" if on_gpu else UNPACED,
+        policies=laboratory.runnable(tuple(POLICIES), say),
+        peers=PEERS,
+        layers=subject.layers,
+        model=subject.name,
+        models=tuple(models),
+        guests=guests,
+        prompt_digest=prompt_digest(laboratory.prompt(subject, 1, scale.prompt_tokens)[0].tolist()),
+    )
+
+
+def _short(model: str) -> str:
+    """A model's name without the folders around it."""
+    return Path(model).name or model
+
+
+def _command(options: SpeedOptions, target: ModelOptions) -> str:
+    """What was typed, in one order and without what has its default."""
+    words = ["infinigen-kv", "figures", "speed", target.model]
+    values = {**vars(options), **vars(target)}
+    defaults = {**vars(SpeedOptions(out=options.out)), **vars(ModelOptions(model=target.model))}
+    for name, value in values.items():
+        option = "--" + name.replace("_", "-")
+        if name == "model" or (value == defaults[name] and name != "out"):
+            continue
+        for each in value if isinstance(value, list) else [value]:
+            words += [option] if each is True else [option, str(each)]
+    return shlex.join(words)
+
+
+def _report(outcome: Outcome, chosen: list[Figure], *, json: bool) -> None:
+    for name, why in outcome.missing.items():
+        say(f"figure {name} is not drawn: {why}")
+    if outcome.interrupted:
+        say(f"finished points are kept: the same command goes on ({outcome.page})")
+        raise KeyboardInterrupt
+    if not any(figure.name in outcome.files for figure in chosen):
+        raise InputError("none of the figures could be drawn; the reasons are above")
+    if json:
+        print_json(
+            {
+                "page": str(outcome.page),
+                "figures": {name: list(map(str, files)) for name, files in outcome.files.items()},
+                "missing": outcome.missing,
+            }
+        )
+        return
+    for files in outcome.files.values():
+        typer.echo(str(files[0]))
+    typer.echo(str(outcome.page))

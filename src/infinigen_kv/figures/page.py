@@ -1,0 +1,113 @@
+"""One HTML page with all figures: pictures embedded, nothing fetched from elsewhere."""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from infinigen_kv.errors import InputError
+
+TEMPLATE = Path(__file__).with_name("page.html")
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """One figure of a page.
+
+    Parameters
+    ----------
+    name, title
+        ``14`` and what it shows.
+    about
+        How to read it.
+    remarks
+        Sentences about this run.
+    rows
+        The table; all rows have the same columns.
+    png
+        The picture.
+    """
+
+    name: str
+    title: str
+    about: str
+    remarks: tuple[str, ...]
+    rows: tuple[Mapping[str, Any], ...]
+    png: bytes
+
+    @property
+    def heading(self) -> str:
+        """``Figure 14``; figures of our own go by their name."""
+        return f"Figure {self.name}"
+
+    @property
+    def anchor(self) -> str:
+        """For links within the page."""
+        return "figure-" + re.sub(r"[^A-Za-z0-9]+", "-", self.name)
+
+
+def render_page(
+    *,
+    title: str,
+    command: str,
+    warnings: Sequence[str],
+    groups: Mapping[str, Mapping[str, str]],
+    sheets: Sequence[Sheet],
+    missing: Mapping[str, str],
+) -> str:
+    """The page as HTML; all text in it is escaped.
+
+    Parameters
+    ----------
+    command
+        What was typed.
+    warnings
+        What must be known before a number is read.
+    groups
+        Facts under headings: machine, settings.
+    missing
+        Figures that could not be drawn, and why.
+
+    Raises
+    ------
+    InputError
+        If jinja2 is missing.
+    """
+    try:
+        from jinja2 import Environment, StrictUndefined
+    except ImportError as error:
+        raise InputError("the page needs jinja2: pip install 'infinigen-kv[plot]'") from error
+    environment = Environment(autoescape=True, undefined=StrictUndefined)
+    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+    return template.render(
+        title=title,
+        command=command,
+        warnings=warnings,
+        groups=groups,
+        sheets=[_shown(sheet) for sheet in sheets],
+        missing=missing,
+    )
+
+
+def _shown(sheet: Sheet) -> dict[str, Any]:
+    columns = list(sheet.rows[0]) if sheet.rows else []
+    return {
+        "heading": sheet.heading,
+        "anchor": sheet.anchor,
+        "title": sheet.title,
+        "about": sheet.about,
+        "remarks": sheet.remarks,
+        "picture": base64.b64encode(sheet.png).decode("ascii"),
+        "columns": columns,
+        "rows": [[_cell(row[column]) for column in columns] for row in sheet.rows],
+    }
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
