@@ -1,0 +1,29 @@
+"""lm-evaluation-harness's own command line, with this engine among its models.
+
+``python -m infinigen_kv.evals.harness run --model infinigen_kv --model_args
+pretrained=smollm2,policy=infinigen,max_fetch=0.1 --tasks piqa``
+"""
+
+from __future__ import annotations
+
+import sys
+
+from infinigen_kv.errors import InfiniGenError
+from infinigen_kv.evals.harness import installed
+
+
+def main() -> None:
+    """Register the model, then do what ``lm-eval`` would."""
+    try:
+        installed()
+        from lm_eval.__main__ import cli_evaluate
+
+        import infinigen_kv.evals.harness.model  # registers itself  # noqa: F401
+
+        cli_evaluate()
+    except InfiniGenError as error:
+        sys.exit(f"infinigen_kv: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""Texts read by one policy: a prompt in full, then tokens that select as decode steps do."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from infinigen_kv.cache import InfiniGenCache
+from infinigen_kv.calibration import Calibration
+from infinigen_kv.generate import forward, prefill
+from infinigen_kv.policies.registry import check_policy
+from infinigen_kv.policies.settings import BUDGET
+from infinigen_kv.recorder import FetchRecorder
+from infinigen_kv.session import Session
+
+FULL = "ideal"
+"""The policy that others are compared with."""
+
+BLOCK = 128
+"""Decode positions evaluated in one forward, where that is the same as one at a time."""
+
+
+class Reader:
+    """Starts texts under one policy, and counts what all of them together fetched.
+
+    Parameters
+    ----------
+    session
+        An attached model; its storage says codec and capacity.
+    policy
+        One of `policies.registry.POLICIES`.
+    budget
+        What the policies with a fixed budget may use, as in `Session.new_cache`.
+    calibration
+        The session's.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        policy: str,
+        *,
+        budget: float = BUDGET,
+        calibration: Calibration | None = None,
+    ) -> None:
+        self.session = session
+        self.calibration = calibration
+        self.policy = check_policy(policy)
+        self._budget = budget
+        self.recorder = FetchRecorder()
+        self._selecting: list[int] = []
+
+    @torch.no_grad()
+    def start(self, prompt: Tensor, *, room: int) -> Reading:
+        """Read ``prompt`` ``(P,)`` with full attention; ``room`` more tokens are to follow.
+
+        Raises
+        ------
+        InputError
+            If the prompt is empty or the model has too few positions.
+        """
+        tokens = prompt.numel() + room
+        self.session.check_length(tokens)
+        cache = self.session.new_cache(tokens=tokens, policy=self.policy, budget=self._budget)
+        self._selecting = cache.speculated_layers
+        prompt = prompt.to(self.session.model.device)
+        logits = prefill(self.session, cache, prompt[None])
+        return Reading(self, cache, logits[0, -1].float())
+
+    @property
+    def fetched_share(self) -> float:
+        """Share of the cached tokens that decode steps attended to, mean over the layers that
+        select; 1 where none does, NaN where no step could.
+        """
+        by_layer = self.recorder.fetched_by_layer
+        shares = [by_layer[layer] for layer in self._selecting or by_layer if layer in by_layer]
+        return sum(shares) / len(shares) if shares else float("nan")
+
+    @property
+    def fetched_share_all_layers(self) -> float:
+        """As `fetched_share`, over all layers; those attended to in full count as 1."""
+        return self.recorder.fetched_share()
+
+
+class Reading:
+    """A text that a policy has read so far.
+
+    Attributes
+    ----------
+    last
+        ``(V,)`` float32 logits after the newest token.
+    """
+
+    def __init__(self, reader: Reader, cache: InfiniGenCache, last: Tensor) -> None:
+        self.last = last
+        self._stepwise = _is_stepwise(cache)
+        self._reader = reader
+        self._cache = cache
+        cache.recorder = reader.recorder
+
+    @torch.no_grad()
+    def blocks(self, tokens: Tensor) -> Iterator[Tensor]:
+        """Feed ``tokens`` ``(n,)`` as decode steps; float32 logits ``(at most BLOCK, V)`` after
+        each of them, block by block.
+        """
+        model = self._reader.session.model
+        if tokens.numel() == 0:
+            return
+        for block in tokens.to(model.device).split(BLOCK):
+            pieces = block.split(1 if self._stepwise else BLOCK)
+            with self._cache.decoding():
+                fed = [forward(model, piece[None], self._cache)[0] for piece in pieces]
+            logits = torch.cat(fed).float()
+            self.last = logits[-1]
+            yield logits
+
+    def feed(self, tokens: Tensor) -> Tensor:
+        """`blocks`, joined: ``(n, V)``."""
+        return torch.cat([self._nothing(), *self.blocks(tokens)])
+
+    @torch.no_grad()
+    def feed_prompt(self, tokens: Tensor) -> Tensor:
+        """Feed ``tokens`` ``(n,)`` as more of the prompt, in full; logits ``(n, V)``."""
+        if tokens.numel() == 0:
+            return self._nothing()
+        model = self._reader.session.model
+        self._cache.expect_prompt(self._cache.get_seq_length() + tokens.numel())
+        logits = forward(model, tokens[None].to(model.device), self._cache)[0].float()
+        self.last = logits[-1]
+        return logits
+
+    def fork(self) -> Reading:
+        """The same text, to go on with in another way."""
+        return Reading(self._reader, copy.deepcopy(self._cache), self.last)
+
+    def _nothing(self) -> Tensor:
+        return self.last.new_zeros(0, self.last.numel())
+
+
+def _is_stepwise(cache: InfiniGenCache) -> bool:
+    """Whether tokens must be fed one at a time: what one step adds is no longer there, or no longer
+    exact, in the next.
+    """
+    storage = cache.storage.config
+    return storage.capacity is not None or storage.codec != "none"

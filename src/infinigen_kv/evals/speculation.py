@@ -1,0 +1,301 @@
+"""The speculation itself, by layer and head: what the rehearsal's scores say against the true ones.
+
+All other layers attend in full, so that each layer's own error is measured and none that it
+inherits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from infinigen_kv.config import InfiniGenConfig
+from infinigen_kv.errors import InputError
+from infinigen_kv.evals.data import data_file, digest, read_utf8
+from infinigen_kv.evals.intervals import Estimate, share
+from infinigen_kv.evals.perplexity import split_window
+from infinigen_kv.evals.probe import LayerProbe, Scores, watching
+from infinigen_kv.evals.reading import Reader
+from infinigen_kv.evals.task import Inputs, Result, Sample, Task
+from infinigen_kv.policies.registry import cache_plan
+from infinigen_kv.rehearsal.select import choose, group_margin, selection_mask, top_entries
+from infinigen_kv.step import Step
+
+DEFAULT_TEXT = "wikitext2/wiki.test.raw"
+PLACES, QUERIES = 4, 16  # decode positions of a window that are measured: places times queries
+VARIANTS = ("engine", "true_query", "all_dimensions")
+REHEARSING = frozenset({"infinigen", "infinigen-paper"})
+MEASURES = ("recall", "coverage", "rank_correlation", "divergence")
+
+
+@dataclass(frozen=True, slots=True)
+class ByHead:
+    """The mean over layers and heads, with its interval, and the values by layer and head."""
+
+    mean: Estimate
+    values: list[list[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class VariantFigures:
+    """One way to score, against the true scores.
+
+    ``recall``: of the tokens chosen beyond the always-kept ones, the share that the true scores
+    would have chosen, at the engine's count (by KV head). ``coverage``: attention mass on the
+    chosen, the always-kept and the query's own token. ``rank_correlation``: Spearman's, over all
+    tokens before the query. ``divergence``: Jensen-Shannon divergence of the attention that the
+    scores stand for, in nats, at most ln 2 (the last three by query head).
+    """
+
+    recall: ByHead
+    coverage: ByHead
+    rank_correlation: ByHead
+    divergence: ByHead
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation(Result):
+    """Figures of the rehearsal, its two sources of error apart; intervals over windows.
+
+    ``engine`` predicts the query and scores in partial dimensions. ``true_query`` has only the
+    error of the dimensions, ``all_dimensions`` only that of the prediction. ``best_coverage`` is
+    the mass on as many tokens chosen by the true scores. ``chosen`` is the engine's share of the
+    tokens, by layer.
+    """
+
+    windows: int
+    layers: tuple[int, ...]
+    engine: VariantFigures
+    true_query: VariantFigures
+    all_dimensions: VariantFigures
+    best_coverage: ByHead
+    chosen: list[float]
+
+    def headline(self) -> dict[str, str]:
+        figures = {}
+        for name in MEASURES:
+            means = [getattr(getattr(self, variant), name).mean.value for variant in VARIANTS]
+            figures[f"{name} (true query, all dims)"] = "{:.3f} ({:.3f}, {:.3f})".format(*means)
+        return figures
+
+
+class SpeculationTask(Task):
+    """Windows of a text; in each, a few places of the decoded part are measured."""
+
+    name = "speculation"
+
+    def __init__(self, ids: Tensor, *, window: int, prompt_tokens: int, source: str) -> None:
+        if ids.numel() < window or window - prompt_tokens < QUERIES:
+            raise InputError(
+                f"task {self.name!r}: a window of {window} tokens with a prompt of {prompt_tokens} "
+                f"cannot be measured in a text of {ids.numel()}: it needs a whole window, and at "
+                f"least {QUERIES} tokens after the prompt"
+            )
+        self._windows = ids[: ids.numel() // window * window].view(-1, window)
+        self._prompt = prompt_tokens
+        self._source = source
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {
+            "text": self._source,
+            "window": self._windows.shape[1],
+            "prompt_tokens": self._prompt,
+            "places": PLACES,
+            "queries": QUERIES,
+        }
+
+    def __len__(self) -> int:
+        return len(self._windows)
+
+    def suits(self, policy: str) -> bool:
+        """Whether the policy rehearses, and uses what that gives."""
+        return policy in REHEARSING
+
+    @torch.no_grad()
+    def measure(self, reader: Reader, index: int, shared: Any) -> Sample:
+        session, calibration = reader.session, reader.calibration
+        if calibration is None:
+            raise InputError(f"task {self.name!r} needs a calibrated model")
+        config = cache_plan(reader.policy, session.config, session.storage).config
+        window = self._windows[index].to(session.model.device)
+        steps = self._steps(config, window.device)
+        layers: list[int] = []
+        found: list[dict[str, Any]] = []
+
+        def see(layer: int, hidden: Tensor, query: Tensor, keys: Tensor) -> None:
+            spec = session.adapter.layers[layer]
+            if spec.is_sliding or layer < config.first_layer:
+                return
+            probe = LayerProbe(
+                spec,
+                session.adapter,
+                calibration.layers[layer],
+                config,
+                hidden=hidden,
+                query=query,
+                keys=keys,
+                prompt=self._prompt,
+            )
+            layers.append(layer)
+            each = [compare(probe.scores(step), step, config.alpha) for step in steps]
+            found.append({name: _mean(part[name] for part in each) for name in each[0]})
+
+        with watching(session.model, session.adapter, see):
+            session.adapter.decoder(input_ids=window[None], use_cache=False)
+        measured = {name: [layer[name] for layer in found] for name in found[0]} if found else {}
+        return {"layers": layers, "measured": measured, "fetched": None, "fetched_all_layers": None}
+
+    def summarise(
+        self, samples: Sequence[Sample], full: Sequence[Sample] | None = None
+    ) -> Speculation:
+        def figures(name: str) -> ByHead:
+            return _by_head([each["measured"][name] for each in samples])
+
+        engine, true_query, all_dimensions = (
+            VariantFigures(*(figures(f"{variant}.{measure}") for measure in MEASURES))
+            for variant in VARIANTS
+        )
+        return Speculation(
+            windows=len(samples),
+            layers=tuple(samples[0]["layers"]),
+            engine=engine,
+            true_query=true_query,
+            all_dimensions=all_dimensions,
+            best_coverage=figures("best_coverage"),
+            chosen=[share for (share,) in figures("chosen").values],
+        )
+
+    def _steps(self, config: InfiniGenConfig, device: torch.device) -> list[Step]:
+        """Evenly spaced places after the prompt."""
+        room = self._windows.shape[1] - self._prompt - QUERIES
+        starts = sorted({self._prompt + round(at * room / (PLACES - 1)) for at in range(PLACES)})
+        return [
+            Step(
+                start=start,
+                queries=QUERIES,
+                rows=1,
+                visible=None,
+                position_ids=torch.arange(start, start + QUERIES, device=device)[None],
+                selecting=True,
+                config=config,
+            )
+            for start in starts
+        ]
+
+
+def speculation(name: str, inputs: Inputs) -> SpeculationTask:
+    """Windows of the user's text, or of WikiText-2."""
+    path = inputs.options.text or data_file(
+        inputs.data, DEFAULT_TEXT, task=name, what="a long text (or name one with --text FILE)"
+    )
+    text = read_utf8(path)
+    window, prompt = split_window(inputs)
+    ids = torch.tensor(inputs.tokenizer(text, verbose=False)["input_ids"])
+    return SpeculationTask(ids, window=window, prompt_tokens=prompt, source=digest(text))
+
+
+def compare(scores: Scores, step: Step, alpha: float) -> dict[str, list[float]]:
+    """Measures of a step's queries, their mean for each head.
+
+    Returns
+    -------
+    dict
+        ``VARIANT.MEASURE`` for `VARIANTS` and `MEASURES`, ``best_coverage``, and ``chosen`` (one
+        number): recall by KV head, the others by query head.
+    """
+    allowed = step.candidates.allowed
+    assert allowed is not None
+    own = torch.arange(step.queries, device=scores.true.device)
+    seen = allowed.clone()
+    seen[..., own, step.start + own] = True  # a query attends to its own token too
+    counts = choose(scores.engine.clone(), step.candidates, alpha).counts
+    assert counts is not None
+    true_margin, kept = _margin(scores.true, step)
+    best = selection_mask(top_entries(true_margin, counts), scores.true.shape[-1])
+    attention = _softmax(scores.true, seen)
+    ranks = _ranks(scores.true, allowed)
+    found: dict[str, list[float]] = {
+        "best_coverage": _heads((attention * _with_own(best, seen, allowed)).sum(-1)),
+        "chosen": [(counts / step.before).double().mean().item()],
+    }
+    for name in VARIANTS:
+        mine: Tensor = getattr(scores, name)
+        margin, _ = _margin(mine, step)
+        chosen = selection_mask(top_entries(margin, counts), mine.shape[-1])
+        wanted = (best & ~kept).sum(-1).double()
+        overlap = (best & chosen & ~kept).sum(-1) / wanted.where(wanted > 0, float("nan"))
+        found[f"{name}.recall"] = overlap.nanmean(dim=(0, 2)).tolist()
+        covered = (attention * _with_own(chosen, seen, allowed)).sum(-1)
+        found[f"{name}.coverage"] = _heads(covered)
+        found[f"{name}.rank_correlation"] = _heads(
+            _correlation(ranks, _ranks(mine, allowed), allowed)
+        )
+        guessed = _softmax(mine, allowed)
+        found[f"{name}.divergence"] = _heads(
+            jensen_shannon(_softmax(scores.true, allowed), guessed)
+        )
+    return found
+
+
+def jensen_shannon(first: Tensor, second: Tensor) -> Tensor:
+    """Jensen-Shannon divergence of distributions along the last axis, in nats."""
+    middle = (first + second) / 2
+    return (_relative_entropy(first, middle) + _relative_entropy(second, middle)) / 2
+
+
+def _relative_entropy(first: Tensor, second: Tensor) -> Tensor:
+    return (torch.xlogy(first, first) - torch.xlogy(first, second)).sum(-1)
+
+
+def _margin(scores: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+    """Margins ``(1, H_kv, Q, S)`` with the always-kept tokens at +inf, and those as a mask."""
+    allowed = step.candidates.allowed
+    assert allowed is not None
+    margin = group_margin(scores.masked_fill(~allowed.unsqueeze(2), float("-inf")))
+    step.candidates.mark_kept(margin)
+    return margin, torch.isinf(margin) & (margin > 0)
+
+
+def _with_own(chosen: Tensor, seen: Tensor, allowed: Tensor) -> Tensor:
+    """``(1, H_kv, 1, Q, S)``: the chosen tokens and each query's own."""
+    return (chosen | (seen & ~allowed)).unsqueeze(2)
+
+
+def _softmax(scores: Tensor, mask: Tensor) -> Tensor:
+    return scores.masked_fill(~mask.unsqueeze(2), float("-inf")).softmax(-1)
+
+
+def _ranks(scores: Tensor, allowed: Tensor) -> Tensor:
+    """Ranks from 0 among the allowed tokens; of others, negative."""
+    masked = scores.masked_fill(~allowed.unsqueeze(2), float("-inf"))
+    ranks = masked.argsort(dim=-1, stable=True).argsort(dim=-1)
+    return ranks - (~allowed).sum(-1, keepdim=True).unsqueeze(2)
+
+
+def _correlation(first: Tensor, second: Tensor, allowed: Tensor) -> Tensor:
+    """Spearman's rank correlation, from ranks without ties: 1 - 6 sum d^2 / (n^3 - n)."""
+    count = allowed.sum(-1).unsqueeze(2).double()
+    apart = (first - second).masked_fill(~allowed.unsqueeze(2), 0).double()
+    return 1 - 6 * apart.square().sum(-1) / (count**3 - count)
+
+
+def _heads(values: Tensor) -> list[float]:
+    """``(1, H_kv, G, Q)`` to the mean of each query head."""
+    return values.double().mean(dim=(0, 3)).flatten().tolist()
+
+
+def _mean(rows: Any) -> list[float]:
+    return np.nanmean(np.array(list(rows)), axis=0).tolist()
+
+
+def _by_head(tables: Sequence[list[list[float | None]]]) -> ByHead:
+    """Of one table, layers by heads, for each window; None where nothing was chosen."""
+    stacked = np.array(tables, dtype=np.float64)  # None becomes NaN
+    by_window = [float(np.nanmean(table)) for table in stacked]
+    return ByHead(share(by_window, [1.0] * len(by_window)), np.nanmean(stacked, axis=0).tolist())

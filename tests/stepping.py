@@ -1,0 +1,40 @@
+"""What the evaluation's tests compare with: plain forwards and single decode steps."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from infinigen_kv import Calibration, InfiniGenConfig, StorageConfig, attach
+from infinigen_kv.generate import forward, prefill
+
+
+@torch.no_grad()
+def plain(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """Log-probabilities ``(T, V)`` of the model as it comes, float64."""
+    return model(input_ids=ids[None], use_cache=False).logits[0].double().log_softmax(-1)
+
+
+@torch.no_grad()
+def stepped(
+    model: PreTrainedModel,
+    calibration: Calibration | None,
+    config: InfiniGenConfig,
+    ids: Tensor,
+    prompt: int,
+    *,
+    policy: str = "infinigen",
+    budget: float = 0.2,
+    storage: StorageConfig | None = None,
+) -> Tensor:
+    """Log-probabilities ``(T - prompt, V)`` after each token that follows the prompt, each fed on
+    its own as `generate` would.
+    """
+    with attach(model, calibration, config, storage) as session:
+        cache = session.new_cache(tokens=ids.numel(), policy=policy, budget=budget)
+        prefill(session, cache, ids[None, :prompt])
+        steps = [
+            forward(model, ids[None, at : at + 1], cache)[0] for at in range(prompt, ids.numel())
+        ]
+    return torch.cat(steps).double().log_softmax(-1)
