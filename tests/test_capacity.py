@@ -284,7 +284,7 @@ def test_keys_partial_keys_and_positions_agree(
             assert torch.equal(layer.pool.all()[0], held)
             policy = layer.policy
             if hasattr(policy, "_partial_keys"):
-                expected = policy._projection.partial_keys(held)
+                expected = policy._partial_keys.projection.partial_keys(held)
                 assert_close(policy._partial_keys.view(), expected, atol=1e-5, rtol=1e-5)
 
 

@@ -235,7 +235,8 @@ def test_nan_in_a_step_is_an_error_once_it_is_packed(
     ids = tokens(2, 70)
     storage = StorageConfig(codec=codec, resident_layers=())
     with attach(*llama, selecting()) as session:
-        cache = session.new_cache(storage=storage, tokens=70)
+        # without a rehearsal, which would refuse the next step's scores
+        cache = session.new_cache(storage=storage, tokens=70, policy="stream")
         breaking = Breaking(model.model.layers[1].self_attn.k_proj, 11)  # the token 50
         with pytest.raises(InfiniGenError, match="numbers of the keys cannot be quantised"):
             run(model, cache, ids, prompt=40)
@@ -244,4 +245,5 @@ def test_nan_in_a_step_is_an_error_once_it_is_packed(
         with pytest.raises(InfiniGenError, match="cannot be quantised"):
             feed(model, cache, ids, None, slice(63, 64))
         cache.reset()
-        assert same(run(model, cache, ids, prompt=40), fresh_logits(session, storage, ids))
+        fresh = session.new_cache(storage=storage, tokens=70, policy="stream")
+        assert same(run(model, cache, ids, prompt=40), run(model, fresh, ids, prompt=40))

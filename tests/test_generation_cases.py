@@ -268,7 +268,7 @@ def test_selection_right_after_a_prompt_of_one_token(family: str, config: Infini
         run(model, cache, tokens(1, 30), prompt=1)
     policies = [layer.policy for layer in cache.offloaded if layer.spec.index > 0]
     for policy in policies:
-        assert policy._projection.query.isfinite().all()
+        assert policy._partial_keys.projection.query.isfinite().all()
         assert policy._partial_keys.view().isfinite().all()
     for number, (_, selection) in enumerate(cache.recorder.selections):
         cached = 1 + number // len(policies)

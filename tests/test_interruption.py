@@ -310,7 +310,7 @@ def test_attach_with_the_calibration_of_another_model(llama: tuple[Any, Any]) ->
 @pytest.mark.parametrize(
     ("arguments", "fault"),
     [
-        ({"policy": "h2o"}, "infinigen, infinigen-paper, stream, ideal"),
+        ({"policy": "h20"}, "did you mean h2o.*infinigen, infinigen-paper, stream"),
         ({"tokens": -1}, "tokens=-1"),
         ({}, "without a calibration"),
     ],

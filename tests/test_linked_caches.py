@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import tiny
+from both_kernels import both_kernels  # noqa: F401
 from calibrating import (
     calibrate_tiny,
     covering,

@@ -14,9 +14,11 @@ from torch.testing import assert_close
 from transformers import DynamicCache
 
 import tiny
+from both_kernels import both_kernels  # noqa: F401
 from calibrating import calibrate_tiny, feed, left_padded, run, selecting, tokens
 from infinigen_kv import InfiniGenCache, InfiniGenConfig, attach
 from infinigen_kv.generate import prefill
+from infinigen_kv.kernels import find_kernels
 from infinigen_kv.policies.infinigen import InfiniGenPolicy, RehearsalLayer
 from infinigen_kv.pool.pool import LocalPool
 from infinigen_kv.recorder import FetchRecorder
@@ -109,7 +111,9 @@ def test_settings_of_these_tests_reach_the_cap_and_do_not() -> None:
 @pytest.mark.parametrize("rehearsal", ["calibrated", "paper"])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_full_rank_with_an_exact_prediction_ranks_as_the_true_scores(
-    rehearsal: str, softcap: float | None
+    rehearsal: str,
+    softcap: float | None,
+    both_kernels: str,  # noqa: F811
 ) -> None:
     rows, heads, kv_heads, dim, count = 2, 6, 2, 16, 30
     generator = torch.Generator().manual_seed(5)
@@ -131,12 +135,14 @@ def test_full_rank_with_an_exact_prediction_ranks_as_the_true_scores(
         sink_tokens=0,
     )
     layer = RehearsalLayer(lambda hidden, step: truth, skew, scaling=0.3, softcap=softcap)
-    policy, pool = InfiniGenPolicy(layer, config), LocalPool(keys, values)
+    kernels = find_kernels(both_kernels, keys.device, keys.dtype)
+    policy, pool = InfiniGenPolicy(layer, config, kernels), LocalPool(keys, values)
+
     prompt = _step(config, start=0, queries=count, selecting=False)
     pool.append(keys, values)
     policy.observe(random(rows, heads, count, dim), keys, prompt, pool, None)
     step = _step(config, start=count, queries=1, selecting=True)
-    selection = policy.rehearse(random(rows, 1, 8), step, pool)
+    selection = policy.rehearse(policy.predict(random(rows, 1, 8), step), step, pool)
     assert selection is not None
     for row in range(rows):
         found = []

@@ -8,7 +8,7 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 from infinigen_kv.cache import InfiniGenCache
+from infinigen_kv.config import PROMPT_CHUNK
 from infinigen_kv.errors import InputError
 from infinigen_kv.generate import forward, prefill
 from infinigen_kv.link import LinkSpec, paper_rate
 from infinigen_kv.policies.registry import check_policy
+from infinigen_kv.policies.settings import BUDGET
 from infinigen_kv.progress import Progress, no_progress
 from infinigen_kv.recorder import FetchRecorder
 from infinigen_kv.session import Session
@@ -29,13 +31,18 @@ RECORDED = 4  # steps after the measured ones, for the fetched share
 EXTRA_STEPS = WARM_UP + RECORDED
 IDEAL = "ideal"
 
+StepListener = Callable[[Tensor, Tensor, bool], None]
+"""Called in each step with the token ``(B, 1)``, ideal's log-probabilities ``(B, V)``, and whether
+the step is measured."""
+
 
 @dataclass(frozen=True, slots=True)
 class PolicyResult:
     """Figures of one policy; times in milliseconds, per decode step of the whole batch.
 
-    ``link_bytes_per_step`` counts both directions, ``link_wait_ms_per_step`` the time that the
-    computation stood still for transfers. ``fetched_share`` is over the layers that select,
+    ``link_bytes_per_step`` counts entries in both directions, ``disk_bytes_per_step`` the blocks
+    that were read from a disk for them, ``link_wait_ms_per_step`` the time that the computation
+    stood still for transfers. ``fetched_share`` is over the layers that select,
     ``kl_to_ideal`` the mean KL(ideal || policy) of the next-token distributions in nats.
     ``peak_rss_bytes`` is the process's so far, all policies together. ``resident_layers`` are the
     layers that the policy keeps on the device whole, with their bytes.
@@ -46,6 +53,7 @@ class PolicyResult:
     step_ms_p90: float
     tokens_per_s: float
     link_bytes_per_step: float
+    disk_bytes_per_step: float
     link_wait_ms_per_step: float
     link_transfer_ms_per_step: float
     fetched_share: float
@@ -85,6 +93,7 @@ class _Run:
     times: list[float] = field(default_factory=list)
     kl: list[float] = field(default_factory=list)
     totals: dict[str, float] = field(default_factory=dict)
+    disk_bytes: int = 0
 
 
 @torch.no_grad()
@@ -94,6 +103,9 @@ def bench(
     *,
     decode_tokens: int,
     policies: Sequence[str],
+    prompt_chunk: int | None = PROMPT_CHUNK,
+    budget: float = BUDGET,
+    also: StepListener | None = None,
     progress: Progress = no_progress,
 ) -> BenchResult:
     """Time decode steps of every policy, interleaved, all fed the tokens that ``ideal`` generates.
@@ -109,6 +121,12 @@ def bench(
     policies
         Names of `policies.registry.POLICIES`; ``ideal`` is always run, since the others are
         compared with it.
+    prompt_chunk
+        Tokens of the prompt that one forward reads; see `generate.prefill`.
+    budget
+        As in `Session.new_cache`, for the policies that have one.
+    also
+        A system that is no policy and takes its turn in each step, e.g. `peers.Peers.step`.
 
     Raises
     ------
@@ -126,12 +144,12 @@ def bench(
         for name in progress(names, "reading the prompt"):
             if name != IDEAL and LinkSpec.parse(session.storage.link).is_paper and rate is None:
                 rate = _paper_rate(session, runs[IDEAL].cache, prompt)
-            cache = session.new_cache(tokens=tokens, policy=name, link_rate=rate)
+            cache = session.new_cache(tokens=tokens, policy=name, link_rate=rate, budget=budget)
             runs[name] = run = _Run(cache)
             started = time.perf_counter()
-            prefill(session, cache, prompt).cpu()  # on a GPU, wait for it
+            prefill(session, cache, prompt, chunk=prompt_chunk).cpu()  # on a GPU, wait for it
             run.prompt_seconds = time.perf_counter() - started
-        token = _decode(session, runs, prompt[:, -1:], decode_tokens, progress)
+        token = _decode(session, runs, prompt[:, -1:], decode_tokens, also, progress)
         shares = _fetched_shares(session, runs, token)
         base = statistics.median(runs[IDEAL].times)
         results = [
@@ -187,7 +205,12 @@ def _paper_rate(session: Session, ideal: InfiniGenCache, prompt: Tensor) -> floa
 
 
 def _decode(
-    session: Session, runs: dict[str, _Run], token: Tensor, steps: int, progress: Progress
+    session: Session,
+    runs: dict[str, _Run],
+    token: Tensor,
+    steps: int,
+    also: StepListener | None,
+    progress: Progress,
 ) -> Tensor:
     """Warm up, then measure; the policies take turns within each step. Returns the next token."""
     for step in progress(range(WARM_UP + steps), "decoding"):
@@ -195,6 +218,7 @@ def _decode(
             gc.collect()
             for run in runs.values():
                 run.cache.reset_statistics()
+                run.disk_bytes = run.cache.storage.disk_bytes_read
         following = token
         for name, run in runs.items():
             logits, elapsed = _timed_step(session, run.cache, token)
@@ -206,11 +230,14 @@ def _decode(
                 run.times.append(elapsed)
                 kl = (reference.exp() * (reference - scores)).sum(-1)
                 run.kl.append(kl.mean().item())
+        if also is not None:
+            also(token, reference, step >= WARM_UP)
         token = following
     for run in runs.values():
         link = run.cache.storage.link.statistics
         run.totals = {
             "bytes": link.bytes_down + link.bytes_up,
+            "disk": run.cache.storage.disk_bytes_read - run.disk_bytes,
             "wait": link.wait_seconds,
             "transfer": link.transfer_seconds,
             "hit": run.cache.resident_hit_rate,
@@ -239,7 +266,8 @@ def _fetched_shares(session: Session, runs: dict[str, _Run], token: Tensor) -> d
     shares = {}
     for name, run in runs.items():
         by_layer = recorders[name].fetched_by_layer
-        layers = run.cache.speculated_layers or list(by_layer)
+        # steps on short contexts select nothing, and none is recorded
+        layers = run.cache.speculated_layers or list(by_layer) or [0]
         shares[name] = statistics.fmean(by_layer.get(layer, 1.0) for layer in layers)
     return shares
 
@@ -254,6 +282,7 @@ def _result(
         step_ms_p90=sorted(run.times)[min(steps - 1, int(0.9 * steps))],
         tokens_per_s=rows * 1e3 / median,
         link_bytes_per_step=run.totals["bytes"] / steps,
+        disk_bytes_per_step=run.totals["disk"] / steps,
         link_wait_ms_per_step=run.totals["wait"] * 1e3 / steps,
         link_transfer_ms_per_step=run.totals["transfer"] * 1e3 / steps,
         fetched_share=fetched,

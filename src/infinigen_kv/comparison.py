@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from infinigen_kv.bench import paper_link_rate
 from infinigen_kv.cache import InfiniGenCache
 from infinigen_kv.calibration import Calibration
-from infinigen_kv.config import InfiniGenConfig
+from infinigen_kv.config import PROMPT_CHUNK, InfiniGenConfig
 from infinigen_kv.errors import InputError
 from infinigen_kv.fidelity import forgetting
 from infinigen_kv.generate import forward, prefill
@@ -91,6 +92,7 @@ def compare(
     prompt: Tensor,
     *,
     new_tokens: int = 64,
+    prompt_chunk: int | None = PROMPT_CHUNK,
     storage: StorageConfig | None = None,
     progress: Progress = no_progress,
 ) -> Comparison:
@@ -108,6 +110,8 @@ def compare(
         ``(1, P)`` token ids.
     new_tokens
         Decode steps; an end token ends an answer sooner.
+    prompt_chunk
+        Tokens of the prompt that one forward reads; see `generate.prefill`.
     storage
         Where the KV lives and how it moves; None keeps it in memory. With a capacity limit, recall
         and coverage are not measured.
@@ -139,7 +143,8 @@ def compare(
                 link_rate=rate,
             )
             forced = None if reference is None else reference.tokens
-            run = _run(session, cache, prompt, new_tokens, end_tokens, forced)
+            read = partial(prefill, session, cache, prompt, chunk=prompt_chunk)
+            run = _run(session, cache, read, new_tokens, end_tokens, forced)
         reference = reference or run
         text = tokenizer.decode(run.tokens, skip_special_tokens=True)
         first_layer = 0 if name == FULL else configs[name].first_layer
@@ -151,25 +156,25 @@ def compare(
 def _run(
     session: Session,
     cache: InfiniGenCache,
-    prompt: Tensor,
+    read_prompt: Callable[[], Tensor],
     new_tokens: int,
     end_tokens: set[int],
     forced: list[int] | None,
 ) -> _Run:
     """Answer, go back to the prompt's end, and read ``forced`` (None: the answer itself)."""
     started = time.perf_counter()
-    logits = prefill(session, cache, prompt)
+    logits = read_prompt()
     prompt_seconds = time.perf_counter() - started
     recorder = FidelityRecorder()
     limited = session.storage.capacity is not None
     if limited:  # evicted tokens do not come back: read the prompt again, then step by step
         tokens, seconds = _answer(session, cache, logits, new_tokens, end_tokens)
         cache.reset()
-        prefill(session, cache, prompt)
+        read_prompt()
     else:
         with forgetting(cache):
             tokens, seconds = _answer(session, cache, logits, new_tokens, end_tokens)
-    answer = torch.tensor([forced or tokens], device=prompt.device)
+    answer = torch.tensor([forced or tokens], device=logits.device)
     cache.recorder = recorder
     with cache.decoding():
         pieces = answer.split(1 if limited else answer.shape[1], dim=1)

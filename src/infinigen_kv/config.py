@@ -10,6 +10,9 @@ from infinigen_kv.errors import InputError
 
 RehearsalName = Literal["calibrated", "paper"]
 
+PROMPT_CHUNK = 2048
+"""Tokens of a prompt that one forward reads, unless said otherwise."""
+
 OWN_DEFAULTS: dict[str, dict[str, Any]] = {
     "calibrated": {"alpha": 4.25, "partial_ratio": 0.375, "recent_tokens": 32, "sink_tokens": 1},
     "paper": {"alpha": 5.0, "partial_ratio": 0.3, "recent_tokens": 0, "sink_tokens": 0},

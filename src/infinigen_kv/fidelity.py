@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from infinigen_kv.cache import InfiniGenCache
 from infinigen_kv.calibration import Calibration
-from infinigen_kv.config import InfiniGenConfig
+from infinigen_kv.config import PROMPT_CHUNK, InfiniGenConfig
 from infinigen_kv.errors import InputError
 from infinigen_kv.generate import forward, prefill
 from infinigen_kv.progress import Progress, no_progress
@@ -66,6 +66,7 @@ def measure_fidelity(
     tokens: Tensor,
     *,
     prompt_tokens: int,
+    prompt_chunk: int | None = PROMPT_CHUNK,
     progress: Progress = no_progress,
 ) -> Fidelity:
     """Prompt with full attention, then the rest of the text with selection and with full attention.
@@ -78,6 +79,8 @@ def measure_fidelity(
         ``(prompt_tokens + T,)`` token ids; the T positions after the prompt are measured.
     prompt_tokens
         P, at least 1.
+    prompt_chunk
+        Tokens of the prompt that one forward reads; see `generate.prefill`.
 
     Raises
     ------
@@ -95,7 +98,7 @@ def measure_fidelity(
         cache = session.new_cache(tokens=tokens.numel())
         recorder = FidelityRecorder()
         tokens = tokens.to(model.device)
-        prefill(session, cache, tokens[None, :prompt_tokens])
+        prefill(session, cache, tokens[None, :prompt_tokens], chunk=prompt_chunk)
         measured = _measure(session, cache, recorder, tokens[None, prompt_tokens:], progress)
     kl, same, full_loss, loss = measured
     count = kl.numel()

@@ -12,10 +12,11 @@ from transformers.generation.streamers import BaseStreamer
 
 from infinigen_kv.bench import paper_link_rate
 from infinigen_kv.calibration import Calibration, calibrate
-from infinigen_kv.config import InfiniGenConfig
+from infinigen_kv.config import PROMPT_CHUNK, InfiniGenConfig
 from infinigen_kv.errors import InputError
-from infinigen_kv.generate import cache_argument
+from infinigen_kv.generate import cache_argument, piece_length
 from infinigen_kv.link import LinkSpec
+from infinigen_kv.memory import calibration_fields, check_memory, model_request
 from infinigen_kv.models import LoadedModel, load_model
 from infinigen_kv.progress import Progress, no_progress
 from infinigen_kv.recorder import FetchRecorder
@@ -89,6 +90,8 @@ class LanguageModel:
         max_new_tokens: int = 128,
         chat: bool = False,
         full: bool = False,
+        prompt_chunk: int | None = PROMPT_CHUNK,
+        device_memory: int | None = None,
         streamer: BaseStreamer | None = None,
         **options: Any,
     ) -> Generation:
@@ -104,6 +107,12 @@ class LanguageModel:
             Put the prompt into the model's chat template.
         full
             Attend to the whole cache instead of a selection.
+        device_memory
+            Bytes of the device that the run may use, weights included; None for what the machine
+            has.
+        prompt_chunk
+            Tokens of the prompt that one forward reads at most, None for all at once; see
+            `generate.prefill`.
         streamer
             Receives tokens as they come, e.g. `transformers.TextStreamer`.
         **options
@@ -112,7 +121,8 @@ class LanguageModel:
         Raises
         ------
         InputError
-            If the prompt is empty or too long, or ``max_new_tokens`` is below 1.
+            If the prompt is empty or too long, ``max_new_tokens`` or ``prompt_chunk`` below 1, or
+            the run needs more memory than there is.
         """
         whole = isinstance(max_new_tokens, int) and not isinstance(max_new_tokens, bool)
         if not whole or max_new_tokens < 1:
@@ -122,9 +132,17 @@ class LanguageModel:
         ids = self.encode(prompt, chat=chat)
         started = time.perf_counter()
         with attach(self.model, self.calibration, self.config, self.storage) as session:
+            session.check_length(ids.shape[1] + max_new_tokens)
+            self._check_memory(ids, max_new_tokens, full, prompt_chunk, device_memory, options)
             recorder = FetchRecorder()
             output = _generate(
-                session, ids, max_new_tokens, full, recorder, {"streamer": streamer, **options}
+                session,
+                ids,
+                max_new_tokens,
+                full,
+                prompt_chunk,
+                recorder,
+                {"streamer": streamer, **options},
             )
         new = output[0, ids.shape[1] :].tolist()
         return Generation(
@@ -134,6 +152,30 @@ class LanguageModel:
             fetched_share=recorder.fetched_share(first_layer=self.config.first_layer),
             seconds=time.perf_counter() - started,
         )
+
+    def _check_memory(
+        self,
+        ids: Tensor,
+        max_new_tokens: int,
+        full: bool,
+        prompt_chunk: int | None,
+        device_memory: int | None,
+        options: dict[str, Any],
+    ) -> None:
+        """Refuse what would not fit, before anything is computed."""
+        rows = max(options.get(name) or 1 for name in ("num_beams", "num_return_sequences"))
+        request = model_request(
+            self.model,
+            context=ids.shape[1] + max_new_tokens,
+            new_tokens=max_new_tokens,
+            rows=ids.shape[0] * rows,
+            prompt_chunk=prompt_chunk,
+            config=self.config,
+            storage=self.storage,
+            policies=("stream" if full else "infinigen",),
+            **calibration_fields(self.calibration),
+        )
+        check_memory(request, device_memory=device_memory, fixed=() if rows > 1 else ("rows",))
 
 
 def load(
@@ -177,17 +219,20 @@ def _generate(
     ids: Tensor,
     max_new_tokens: int,
     full: bool,
+    prompt_chunk: int | None,
     recorder: FetchRecorder,
     options: dict[str, Any],
 ) -> Tensor:
     total = ids.shape[1] + max_new_tokens
-    session.check_length(total)
     rate = None
     if LinkSpec.parse(session.storage.link).is_paper:
         rate = paper_link_rate(session, context=ids.shape[1])
     cache = session.new_cache(
         tokens=total, policy="stream" if full else "infinigen", link_rate=rate
     )
+    piece = piece_length(cache, ids.shape[1], prompt_chunk)
+    if piece < ids.shape[1]:
+        options = {"prefill_chunk_size": piece, **options}
     cache.expect_prompt(ids.shape[1])
     cache.recorder = recorder
     return session.model.generate(

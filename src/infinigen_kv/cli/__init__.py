@@ -12,9 +12,12 @@ import typer
 from infinigen_kv.cli.bench import bench
 from infinigen_kv.cli.calibrate import calibrate
 from infinigen_kv.cli.demo import demo
+from infinigen_kv.cli.eval import evaluate
 from infinigen_kv.cli.fidelity import fidelity
+from infinigen_kv.cli.figures import figures
 from infinigen_kv.cli.generate import generate
 from infinigen_kv.cli.options import expand_groups
+from infinigen_kv.cli.plan import plan
 from infinigen_kv.cli.program import DEBUG_VARIABLE, Program
 
 app = typer.Typer(
@@ -33,8 +36,13 @@ for command, summary in (
     (generate, "Continue a prompt with a selected cache."),
     (fidelity, "Measure what the selection changes on a text."),
     (bench, "Time decode steps of several policies side by side."),
+    (plan, "Say what a run needs of memory, and which setting to change."),
 ):
     app.command(short_help=summary)(expand_groups(command))
+app.command("eval", short_help="Measure how good answers stay: perplexity, tasks, retrieval.")(
+    expand_groups(evaluate)
+)
+app.add_typer(figures)
 
 
 def _version(wanted: bool) -> None:

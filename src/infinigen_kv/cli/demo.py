@@ -11,7 +11,15 @@ import typer
 
 from infinigen_kv.cli.files import ensure_folder, write_text
 from infinigen_kv.cli.loading import calibrated, load
-from infinigen_kv.cli.options import DTYPES, JsonOption, ModelOptions, parse_dtype
+from infinigen_kv.cli.options import (
+    DEFAULT_CHUNK,
+    DTYPES,
+    JsonOption,
+    ModelOptions,
+    PromptChunkOption,
+    parse_dtype,
+    parse_prompt_chunk,
+)
 from infinigen_kv.cli.output import json_text, percent, print_json, say, table
 from infinigen_kv.cli.storage_options import StorageOptions, link_note, storage_record
 from infinigen_kv.config import InfiniGenConfig
@@ -35,6 +43,7 @@ def demo(
     dtype: Annotated[
         str, typer.Option("--dtype", metavar="|".join(DTYPES), help="Type of the weights.")
     ] = DTYPE,
+    prompt_chunk: PromptChunkOption = DEFAULT_CHUNK,
     json: JsonOption = False,
     storage: StorageOptions,
 ) -> None:
@@ -43,7 +52,7 @@ def demo(
     """
     options = ModelOptions(model=MODEL, dtype=dtype)
     parse_dtype(dtype)
-    where = storage.config()
+    where, chunk = storage.config(), parse_prompt_chunk(prompt_chunk)
     ensure_folder(output, option="--output")
     started = time.perf_counter()
     loaded = load(options)
@@ -65,6 +74,7 @@ def demo(
         configs,
         prompt,
         new_tokens=NEW_TOKENS,
+        prompt_chunk=chunk,
         storage=where,
         progress=bar,
     )
@@ -73,6 +83,7 @@ def demo(
         "dtype": dtype,
         "question": QUESTION,
         "storage": storage_record(where),
+        "prompt_chunk": chunk,
         "configs": {name: asdict(config) for name, config in configs.items()},
         **result.to_dict(),
         "picture": str(output / PICTURE),

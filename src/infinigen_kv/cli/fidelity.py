@@ -9,7 +9,14 @@ import typer
 
 from infinigen_kv.cli.files import read_text
 from infinigen_kv.cli.loading import calibrated, check_fit, load, read_calibration
-from infinigen_kv.cli.options import JsonOption, ModelOptions, SelectionOptions
+from infinigen_kv.cli.options import (
+    DEFAULT_CHUNK,
+    JsonOption,
+    ModelOptions,
+    PromptChunkOption,
+    SelectionOptions,
+    parse_prompt_chunk,
+)
 from infinigen_kv.cli.output import percent, print_json, table
 from infinigen_kv.errors import InputError
 from infinigen_kv.progress import bar
@@ -57,12 +64,13 @@ def fidelity(
         int,
         typer.Option("--skip-tokens", metavar="S", min=0, help="Tokens of the text to leave out."),
     ] = 0,
+    prompt_chunk: PromptChunkOption = DEFAULT_CHUNK,
     json: JsonOption = False,
     selection: SelectionOptions,
     target: ModelOptions,
 ) -> None:
     """Measure on a text how close selected attention stays to full attention."""
-    config = selection.config()
+    config, chunk = selection.config(), parse_prompt_chunk(prompt_chunk)
     content = documentation_text() if text == DOCS else read_text(text, option="--text")
     given = read_calibration(selection.calibration)
     loaded = load(target)
@@ -85,6 +93,7 @@ def fidelity(
         config,
         torch.tensor(ids[skip_tokens:wanted]),
         prompt_tokens=prompt_tokens,
+        prompt_chunk=chunk,
         progress=bar,
     )
     echo = {
@@ -92,6 +101,7 @@ def fidelity(
         "config": asdict(config),
         "text": text,
         "skip_tokens": skip_tokens,
+        "prompt_chunk": chunk,
     }
     if json:
         print_json({**echo, **measured.to_dict()})

@@ -9,8 +9,22 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from infinigen_kv.cli.files import STDIN, check_text, read_text
-from infinigen_kv.cli.loading import calibrated, check_fit, load, read_calibration
-from infinigen_kv.cli.options import JsonOption, ModelOptions, SelectionOptions
+from infinigen_kv.cli.loading import (
+    calibrated,
+    check_fit,
+    check_memory_fit,
+    load,
+    read_calibration,
+)
+from infinigen_kv.cli.memory_options import DeviceMemoryOption, parse_memory
+from infinigen_kv.cli.options import (
+    DEFAULT_CHUNK,
+    JsonOption,
+    ModelOptions,
+    PromptChunkOption,
+    SelectionOptions,
+    parse_prompt_chunk,
+)
 from infinigen_kv.cli.output import percent, print_json, say
 from infinigen_kv.cli.storage_options import StorageOptions, link_note, storage_record
 from infinigen_kv.errors import InputError
@@ -43,6 +57,8 @@ def generate(
     full: Annotated[
         bool, typer.Option("--full", help="Attend to the whole cache; needs no calibration.")
     ] = False,
+    prompt_chunk: PromptChunkOption = DEFAULT_CHUNK,
+    device_memory: DeviceMemoryOption = None,
     json: JsonOption = False,
     storage: StorageOptions,
     selection: SelectionOptions,
@@ -55,6 +71,8 @@ def generate(
             f"--full attends to the whole cache: leave out {', '.join(selection.given())}"
         )
     config, where = selection.config(), storage.config()
+    memory = parse_memory("--device-memory", device_memory)
+    chunk = parse_prompt_chunk(prompt_chunk)
     given = read_calibration(selection.calibration)
     loaded = load(target)
     from transformers import TextStreamer
@@ -63,12 +81,25 @@ def generate(
 
     tokens = LanguageModel(loaded, None, config).encode(text, chat=chat).shape[1]
     check_fit(loaded, given, config, tokens + max_new_tokens)
+    check_memory_fit(
+        loaded,
+        given,
+        memory,
+        context=tokens + max_new_tokens,
+        new_tokens=max_new_tokens,
+        prompt_chunk=chunk,
+        config=config,
+        storage=where,
+        policies=("stream" if full else "infinigen",),
+    )
     made = None if full else calibrated(loaded, given)
     generation = LanguageModel(loaded, made, config, where).generate(
         text,
         max_new_tokens=max_new_tokens,
         chat=chat,
         full=full,
+        prompt_chunk=chunk,
+        device_memory=memory,
         streamer=TextStreamer(loaded.tokenizer, skip_prompt=True, skip_special_tokens=True),
     )
     say(_summary(generation, full=full) + link_note(where))
@@ -78,6 +109,7 @@ def generate(
                 "model": target.model,
                 "config": None if full else asdict(config),
                 "storage": storage_record(where),
+                "prompt_chunk": chunk,
                 "text": generation.text,
                 "prompt_tokens": generation.prompt_tokens,
                 "new_tokens": len(generation.token_ids),

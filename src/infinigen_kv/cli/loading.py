@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from infinigen_kv.cli.options import ModelOptions, parse_dtype
 from infinigen_kv.cli.output import say, waiting
@@ -60,3 +60,18 @@ def check_fit(
 
     with attach(loaded.model, given, config) as session:
         session.check_length(tokens)
+
+
+def check_memory_fit(
+    loaded: LoadedModel, given: Calibration | None, device_memory: int | None, **settings: Any
+) -> None:
+    """As `check_fit`: raise now if the run would not fit into memory.
+
+    ``settings`` are fields of `memory.PlanRequest`. Layers that calibration finds hard to predict
+    are unknown without one; who runs the model checks again.
+    """
+    from infinigen_kv.memory import calibration_fields, check_memory, model_request
+
+    request = model_request(loaded.model, **settings, **calibration_fields(given))
+    fixed = ("rows",) if request.rows == 1 else ()
+    check_memory(request, device_memory=device_memory, fixed=fixed, style="option")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from infinigen_kv.config import OWN_DEFAULTS, InfiniGenConfig
+from infinigen_kv.config import OWN_DEFAULTS, PROMPT_CHUNK, InfiniGenConfig
 from infinigen_kv.errors import InputError
 
 if TYPE_CHECKING:
@@ -37,6 +38,17 @@ def _selection(option: str, metavar: str, text: str) -> Any:
 JsonOption = Annotated[
     bool, typer.Option("--json", help="End stdout with one line that holds a JSON object.")
 ]
+
+
+PromptChunkOption = Annotated[
+    str,
+    typer.Option(
+        "--prompt-chunk",
+        metavar="N|none",
+        help="Tokens of the prompt that are read at once, at most; none (or 0): all.",
+    ),
+]
+DEFAULT_CHUNK = str(PROMPT_CHUNK)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +192,19 @@ def parse_dtype(name: str | None) -> torch.dtype | None:
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
+
+
+def parse_prompt_chunk(text: str) -> int | None:
+    """What ``--prompt-chunk`` says; None for the whole prompt at once."""
+    number = re.fullmatch(r"[0-9]{1,18}", text.strip())
+    if number is not None:
+        return int(text) or None
+    if text.strip().lower() != "none":
+        raise InputError(
+            f"--prompt-chunk {text!r} is not valid: it must be a number of tokens like "
+            f"{DEFAULT_CHUNK}, or none for the whole prompt at once"
+        )
+    return None
 
 
 def expand_groups(command: Callable[..., None]) -> Callable[..., None]:

@@ -42,7 +42,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
     typer.echo(title)  # apart from the table, within which it would wrap
     made = Table(box=box.SIMPLE_HEAD)
     for index, column in enumerate(columns):
-        made.add_column(column, justify="right" if index else "left")
+        made.add_column(column, justify="right" if index else "left", no_wrap=index == 0)
     for row in rows:
         made.add_row(*row)
     console.print(made, markup=False)
