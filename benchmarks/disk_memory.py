@@ -9,17 +9,16 @@ in bfloat16 oneDNN keeps a compiled kernel for every shape that it has met: hund
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import torch
 
 from infinigen_kv import StorageConfig, attach, calibrate, load_model
 from infinigen_kv.generate import forward, prefill
 from infinigen_kv.texts import documentation_text
+from process_memory import forget_peak, resident_bytes
 
 SETTINGS = {
     "short prompt": ("ideal", StorageConfig()),
@@ -27,20 +26,6 @@ SETTINGS = {
     "stream, disk": ("stream", StorageConfig(home="disk")),
     "infinigen, disk, resident 5 %": ("infinigen", StorageConfig(home="disk", resident=0.05)),
 }
-
-
-def forget_peak() -> None:
-    """Let the largest resident size start from what it is now (Linux): loading had its own peak."""
-    gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def resident_bytes(field: str) -> int:
-    """``VmRSS`` (now) or ``VmHWM`` (the most since `forget_peak`) of this process, in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise KeyError(field)
 
 
 @torch.no_grad()

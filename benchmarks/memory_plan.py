@@ -19,7 +19,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from infinigen_kv.generate import forward, prefill
 from infinigen_kv.memory import calibration_fields, model_request, plan_memory
 from infinigen_kv.memory.plan import CacheBytes
 from infinigen_kv.texts import documentation_text
+from process_memory import forget_peak, resident_bytes
 
 MAPPED = {"MALLOC_MMAP_THRESHOLD_": str(64 * 1024)}  # glibc's own default grows to 32 MiB
 LINK = "emulated:1000"  # far faster than the machine: home and device are apart, no time is lost
@@ -42,20 +42,6 @@ SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
     "disk": (1, {"home": "disk"}),
     "disk, int8, resident 5 %, 2 rows": (2, {"home": "disk", "codec": "int8", "resident": 0.05}),
 }
-
-
-def forget_peak() -> None:
-    """Let the largest resident size start from what it is now."""
-    gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def resident_bytes(field: str) -> int:
-    """``VmRSS`` (now) or ``VmHWM`` (the most since `forget_peak`) of this process."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise KeyError(field)
 
 
 @torch.no_grad()

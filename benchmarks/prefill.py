@@ -29,10 +29,10 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from disk_memory import forget_peak, resident_bytes
 from infinigen_kv import Session, StorageConfig, attach, calibrate, load_model
 from infinigen_kv.generate import forward, prefill
 from infinigen_kv.texts import documentation_text
+from process_memory import forget_peak, resident_bytes
 
 PEER = "Transformers"
 STEPS = 2  # decode steps after the prompt, for what was put off until then

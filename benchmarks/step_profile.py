@@ -52,7 +52,7 @@ class Stopwatch:
         return timed
 
 
-def watch(cache: InfiniGenCache, watch: Stopwatch) -> None:
+def watch(cache: InfiniGenCache, stopwatch: Stopwatch) -> None:
     """Time the engine's parts in this cache from now on."""
     kernels = cache.offloaded[0]._kernels
     for part, name in (
@@ -61,17 +61,17 @@ def watch(cache: InfiniGenCache, watch: Stopwatch) -> None:
         ("attention over everything", "attend_all"),
         ("partial keys of the new token", "append"),
     ):
-        setattr(kernels, name, watch.wrap(part, getattr(kernels, name)))
+        setattr(kernels, name, stopwatch.wrap(part, getattr(kernels, name)))
     for layer in cache.offloaded:
         pool, policy = layer.pool, layer.policy
         assert pool is not None
-        policy.predict = watch.wrap("predicted query", policy.predict)  # type: ignore[method-assign]
+        policy.predict = stopwatch.wrap("predicted query", policy.predict)  # type: ignore[method-assign]
         for part, name in (
             ("look-up and start of the fetch", "prefetch"),
             ("waiting for the fetch", "collect_in_place"),
             ("new entry to home and resident set", "append"),
         ):
-            setattr(pool, name, watch.wrap(part, getattr(pool, name)))
+            setattr(pool, name, stopwatch.wrap(part, getattr(pool, name)))
 
 
 @torch.no_grad()

@@ -21,12 +21,13 @@ def as_sets(recorder: FetchRecorder, padding: tuple[int, ...], first: int) -> Se
         position[layer] = start + queries
         for row in range(rows):
             for query in range(queries):
-                heads = _heads(selection, row, query, padding[row])
+                heads = heads_of(selection, row, query, padding[row])
                 found[layer, row, start + query - padding[row]] = heads
     return found
 
 
-def _heads(selection: Selection, row: int, query: int, shift: int) -> list[set[int]]:
+def heads_of(selection: Selection, row: int, query: int, shift: int) -> list[set[int]]:
+    """What one query of a row selected, by KV head; tokens ``shift`` lower."""
     index = selection.index[row, :, query] - shift
     count = index.shape[-1] if selection.counts is None else int(selection.counts[row, query])
     heads = [head[:count].tolist() for head in index]

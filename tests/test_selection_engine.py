@@ -22,38 +22,14 @@ from infinigen_kv.kernels import find_kernels
 from infinigen_kv.policies.infinigen import InfiniGenPolicy, RehearsalLayer
 from infinigen_kv.pool.pool import LocalPool
 from infinigen_kv.recorder import FetchRecorder
-from infinigen_kv.rehearsal.select import Selection
 from infinigen_kv.step import Step
 from naive import NaiveSelection
+from selections import Sets, as_sets, heads_of
 
 PROMPT, STEPS = 40, 5
 PADDING = (0, 13)
 # one setting where the cap binds, and one where it does not
 SETTINGS = {"capped": {}, "free": {"alpha": 1.5, "max_fetch": 0.9, "recent_tokens": 3}}
-Sets = dict[tuple[int, int, int], list[set[int]]]  # by layer, row and position: by KV head
-
-
-def as_sets(recorder: FetchRecorder, padding: tuple[int, ...], first: int) -> Sets:
-    """What was selected, by (layer, row, position); tokens and positions without padding."""
-    found: Sets = {}
-    position: dict[int, int] = {}
-    for layer, selection in recorder.selections:
-        rows, _, queries, _ = selection.index.shape
-        start = position.get(layer, first)
-        position[layer] = start + queries
-        for row in range(rows):
-            for query in range(queries):
-                heads = _heads(selection, row, query, padding[row])
-                found[layer, row, start + query - padding[row]] = heads
-    return found
-
-
-def _heads(selection: Selection, row: int, query: int, shift: int) -> list[set[int]]:
-    index = selection.index[row, :, query] - shift
-    count = index.shape[-1] if selection.counts is None else int(selection.counts[row, query])
-    heads = [head[:count].tolist() for head in index]
-    assert all(len(set(head)) == count for head in heads), "a token was selected twice"
-    return [set(head) for head in heads]
 
 
 def recording(cache: InfiniGenCache) -> FetchRecorder:
@@ -154,7 +130,7 @@ def test_full_rank_with_an_exact_prediction_ranks_as_the_true_scores(
         wanted = round(sum(int((margin > -1.5).sum()) for margin in found) / kv_heads)
         for head, margin in enumerate(found):
             expected = set(margin.topk(wanted).indices.tolist())
-            assert _heads(selection, row, 0, 0)[head] == expected
+            assert heads_of(selection, row, 0, 0)[head] == expected
 
 
 def _step(config: InfiniGenConfig, *, start: int, queries: int, selecting: bool) -> Step:

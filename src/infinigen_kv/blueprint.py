@@ -21,7 +21,6 @@ from infinigen_kv.policies.scoring import Scoring
 from infinigen_kv.policies.settings import PolicySettings
 from infinigen_kv.predict import QueryPredictor
 from infinigen_kv.storage import Storage, StorageConfig
-from infinigen_kv.unheralded import UnheraldedLayer
 
 if TYPE_CHECKING:
     from infinigen_kv.adapters.base import Adapter, LayerSpec
@@ -94,10 +93,7 @@ class CacheBlueprint:
                 layers.append(DynamicSlidingWindowLayer(self._adapter.config.sliding_window))
                 continue
             pool = storage.local_pool if spec.index in self._local else storage.pool
-            kind = OffloadedLayer
-            if spec.index == 0 and spec.index in self._selecting:
-                kind = UnheraldedLayer
-            layers.append(kind(spec, self._policy(spec), pool, self._kernels))
+            layers.append(OffloadedLayer(spec, self._policy(spec), pool, self._kernels))
             if spec.index > 0:
                 sources.setdefault(spec.index - 1, []).append(spec.index)
         return InfiniGenCache(layers, sources, self._plan.config, owner=owner, storage=storage)
@@ -106,7 +102,7 @@ class CacheBlueprint:
         if spec.index not in self._selecting - self._local:
             return FullPolicy()
         assert self._plan.make is not None
-        return self._plan.make(
+        policy = self._plan.make(
             PolicyParts(
                 scoring=Scoring(spec.scaling, spec.softcap),
                 config=self._plan.config,
@@ -115,6 +111,9 @@ class CacheBlueprint:
                 rehearsal=self._rehearsal(spec) if self._plan.rehearses else None,
             )
         )
+        if spec.index == 0:  # nobody goes before it, so it is chosen for at the layer itself
+            policy.late = True
+        return policy
 
     def _rehearsal(self, spec: LayerSpec) -> RehearsalLayer:
         if spec.index not in self._rehearsals:

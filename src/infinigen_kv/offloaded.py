@@ -91,7 +91,8 @@ class OffloadedLayer(CacheLayerMixin):
     def prefetch_next(self) -> None:
         """This layer has no predecessor: start to move what the next decode step will want."""
         step, pool = self._step, self.pool
-        if step is not None and pool is not None and step.queries == 1:
+        known = not self.policy.late  # otherwise it will choose at the layer itself
+        if step is not None and pool is not None and step.queries == 1 and known:
             pool.prefetch_all()
 
     def update(

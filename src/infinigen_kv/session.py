@@ -226,7 +226,10 @@ class Session:
         try:
             layer = cache.attention_input(index, hidden)
         except RuntimeError as error:
-            raise (device_error(error, hidden.device) or error) from error.__cause__
+            fault = device_error(error, hidden.device)
+            if fault is None:
+                raise
+            raise fault from error
         return None if layer is None else (args, {**kwargs, "offloaded_layer": layer})
 
     @staticmethod
@@ -316,7 +319,10 @@ def infinigen_attention(
                 query, key, value, attention_mask, scaling=scale, softcap=softcap
             )
         except RuntimeError as error:
-            raise (device_error(error, query.device) or error) from error.__cause__
+            fault = device_error(error, query.device)
+            if fault is None:
+                raise
+            raise fault from error
     else:
         output = dense_attention(
             query, key, value, scaling=scale, softcap=softcap, mask=attention_mask, dropout=dropout

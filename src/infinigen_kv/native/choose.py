@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from infinigen_kv.native.numbers import NOTHING, compiled, peak, widen
+from infinigen_kv.native.numbers import NOTHING, compiled, partition, peak, widen
 
 BLOCK = 512  # tokens whose scores stay in the first-level cache while they are summed
 FORBIDDEN, KEPT = np.uint8(0), np.uint8(2)
@@ -228,28 +228,3 @@ def best(
     partition(values, tokens, count)
     chosen[:count] = tokens[:count]
     return True
-
-
-@compiled
-def partition(values: Any, tokens: Any, count: int) -> None:
-    """Move the ``count`` largest values, and their tokens, to the front (Hoare's quickselect)."""
-    low, high = 0, len(values) - 1
-    while low < high:
-        pivot = values[(low + high) // 2]
-        left, right = low, high
-        while left <= right:
-            while values[left] > pivot:
-                left += 1
-            while values[right] < pivot:
-                right -= 1
-            if left <= right:
-                values[left], values[right] = values[right], values[left]
-                tokens[left], tokens[right] = tokens[right], tokens[left]
-                left += 1
-                right -= 1
-        if count - 1 <= right:
-            high = right
-        elif count - 1 >= left:
-            low = left
-        else:
-            break

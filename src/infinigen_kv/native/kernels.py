@@ -177,9 +177,8 @@ def _offset(projection: Projection) -> Array:
 
 def _columns(weights: Array, counts: Array, columns: int) -> Tensor:
     """Group sums ``(B, H_kv, n + 1)``, the own token's last in every row."""
-    sums = weights[..., : columns + 1].sum(axis=2)
+    sums = np.zeros((*weights.shape[:2], columns + 1), dtype=np.float32)
     for row, count in enumerate(counts.tolist()):
-        own = sums[row, :, count].copy()
-        sums[row, :, count:] = 0
-        sums[row, :, columns] = own
+        sums[row, :, :count] = weights[row, :, :, :count].sum(axis=1)
+        sums[row, :, columns] = weights[row, :, :, count].sum(axis=1)
     return torch.from_numpy(sums)

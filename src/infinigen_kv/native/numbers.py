@@ -145,3 +145,28 @@ def peak(line: Any) -> Any:
     for token in range(whole, len(line)):
         top = max(top, line[token])
     return top
+
+
+@compiled
+def partition(values: Any, names: Any, count: int) -> None:
+    """Move the ``count`` largest values, with their names, to the front (Hoare's quickselect)."""
+    low, high = 0, len(values) - 1
+    while low < high:
+        pivot = values[(low + high) // 2]
+        left, right = low, high
+        while left <= right:
+            while values[left] > pivot:
+                left += 1
+            while values[right] < pivot:
+                right -= 1
+            if left <= right:
+                values[left], values[right] = values[right], values[left]
+                names[left], names[right] = names[right], names[left]
+                left += 1
+                right -= 1
+        if count - 1 <= right:
+            high = right
+        elif count - 1 >= left:
+            low = left
+        else:
+            break

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from infinigen_kv.native.numbers import compiled
+from infinigen_kv.native.numbers import compiled, partition
 
 
 @compiled
@@ -97,29 +97,9 @@ def move(place_of: Any, slot_of: Any, slot: int, place: int, nobody: int) -> Non
 
 @compiled
 def oldest(used: Any, budget: int, count: int) -> Any:
-    """The ``count`` places below ``budget`` with the smallest times (Hoare's quickselect)."""
+    """The ``count`` places below ``budget`` with the smallest times."""
     places = np.arange(budget)
-    times = used[:budget].copy()
-    low, high = 0, budget - 1
-    while low < high:
-        pivot = times[(low + high) // 2]
-        left, right = low, high
-        while left <= right:
-            while times[left] < pivot:
-                left += 1
-            while times[right] > pivot:
-                right -= 1
-            if left <= right:
-                times[left], times[right] = times[right], times[left]
-                places[left], places[right] = places[right], places[left]
-                left += 1
-                right -= 1
-        if count - 1 <= right:
-            high = right
-        elif count - 1 >= left:
-            low = left
-        else:
-            break
+    partition(-used[:budget], places, count)
     return places[:count]
 
 
