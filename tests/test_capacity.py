@@ -55,20 +55,35 @@ def llama() -> tuple[Any, Calibration]:
     return model, calibrate_tiny(model)
 
 
-@torch.no_grad()
-def newest_only(
-    model: Any, ids: Tensor, mask: Tensor, pieces: list[slice], capacity: int
-) -> Tensor:
-    """The plain model, each piece attending to the ``capacity`` tokens before it, and causally to
-    itself: what a cache that drops its oldest tokens after each forward must give.
+def held_before(
+    piece: slice, pieces: list[slice], capacity: int, sinks: int, padding: int
+) -> list[int]:
+    """Tokens of a row that are left when ``piece`` begins, token by token: after each forward the
+    oldest go until the others fit, but for the first ``sinks`` real ones.
     """
+    first = range(padding, padding + min(sinks, capacity - 2))
+    held: list[int] = []
+    for earlier in pieces[: pieces.index(piece)]:
+        held += range(earlier.start, earlier.stop)
+        while len(held) > capacity:
+            held.remove(next(token for token in held if token not in first))
+    return held
+
+
+@torch.no_grad()
+def oldest_dropped(
+    model: Any, ids: Tensor, mask: Tensor, pieces: list[slice], capacity: int, sinks: int
+) -> Tensor:
+    """The plain model, each piece attending to what `held_before` it and causally to itself."""
     cache = DynamicCache()
     logits = []
     for piece in pieces:
         key = torch.arange(piece.stop)
         query = key[piece, None]
-        held = (key >= piece.start - capacity) & (key <= query)
-        visible = held & mask[:, None, None, : piece.stop].bool()
+        visible = ((key >= piece.start) & (key <= query)).repeat(len(ids), 1, 1, 1)
+        for row, padding in enumerate((mask == 0).sum(dim=1).tolist()):
+            visible[row, ..., held_before(piece, pieces, capacity, sinks, padding)] = True
+        visible &= mask[:, None, None, : piece.stop].bool()
         # a row of padding sees itself, since the plain model's softmax needs something
         visible |= (key == query) & (mask[:, None, piece, None] == 0)
         arguments = {cache_argument(model): cache}
@@ -145,23 +160,31 @@ def test_a_limit_that_is_never_reached_changes_nothing(
         (30, cuts(29, 1, 1, 1, 30, 1)),
         (30, cuts(30, 1, 1)),
         (16, cuts(16, 16, 16, 1, 1)),  # chunks that replace everything
+        (8, cuts(5, 5, 5, 5, 1, 1)),  # chunks that are all padding
+        (8, cuts(*[1] * 24)),
     ],
 )
 @pytest.mark.parametrize("padding", [(0, 0, 0), (0, 11, 3)])
-def test_a_stream_of_the_newest_tokens(
-    llama: tuple[Any, Calibration], capacity: int, pieces: list[slice], padding: tuple[int, ...]
+@pytest.mark.parametrize("sinks", [0, 2])
+def test_a_stream_of_the_newest_tokens_and_the_sinks(
+    llama: tuple[Any, Calibration],
+    capacity: int,
+    pieces: list[slice],
+    padding: tuple[int, ...],
+    sinks: int,
 ) -> None:
     model, _ = llama
     ids, mask = left_padded(tokens(3, pieces[-1].stop), padding)
-    expected = newest_only(model, ids, mask, pieces, capacity)
-    with attach(*llama, selecting()) as session:
+    expected = oldest_dropped(model, ids, mask, pieces, capacity, sinks)
+    with attach(*llama, selecting(sink_tokens=sinks)) as session:
         cache = limited(session, capacity, policy="stream")
         actual = fed(model, cache, ids, mask, pieces)
         for layer in cache.offloaded:
             positions = layer.pool.positions
             assert positions is not None
-            newest = list(range(pieces[-1].stop - capacity, pieces[-1].stop))
-            assert [sorted(row) for row in positions.tolist()] == [newest] * 3
+            end = slice(pieces[-1].stop, pieces[-1].stop + 1)
+            held = [held_before(end, [*pieces, end], capacity, sinks, each) for each in padding]
+            assert [sorted(row) for row in positions.tolist()] == held
     assert cache.get_seq_length() == pieces[-1].stop
     assert_close(actual[mask.bool()], expected[mask.bool()], **CLOSE)
 
@@ -172,17 +195,48 @@ def test_a_stream_of_the_newest_tokens(
 def test_a_selection_of_everything_held(
     llama: tuple[Any, Calibration], evict: Eviction, resident: float, padding: tuple[int, ...]
 ) -> None:
-    """Where every step fetches all, every way to evict takes the oldest."""
+    """Where every step fetches all, every way to evict takes the oldest, but for the sinks."""
     if evict == "counter" and any(padding):
         pytest.skip("padding is never fetched, so its counters and those of its heirs are lower")
     model, _ = llama
     pieces = cuts(40, *[1] * 8, 5, *[1] * 8)
     ids, mask = left_padded(tokens(3, pieces[-1].stop), padding)
-    expected = newest_only(model, ids, mask, pieces, 30)
+    expected = oldest_dropped(model, ids, mask, pieces, 30, sinks=3)
     with attach(*llama, covering(recent_tokens=4, sink_tokens=3)) as session:
         cache = limited(session, 30, evict, resident=resident)
         actual = fed(model, cache, ids, mask, pieces)
     assert_close(actual[mask.bool()], expected[mask.bool()], **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("policy", "sinks", "held"),
+    [("infinigen", 1, 1), ("infinigen", 0, 0), ("stream", 2, 2), ("infinigen-paper", 2, 0)],
+)
+@pytest.mark.parametrize("prompt", [20, 40])  # the capacity is 30
+def test_sinks_stay_as_the_settings_say(
+    llama: tuple[Any, Calibration], policy: str, sinks: int, held: int, prompt: int
+) -> None:
+    """The paper's policy, as published, has none."""
+    model, _ = llama
+    ids, mask = left_padded(tokens(3, LENGTH), (0, 11, 3))
+    with attach(*llama, selecting(sink_tokens=sinks)) as session:
+        cache = limited(session, 30, "fifo", policy=policy)
+        run(model, cache, ids, mask, prompt=prompt)
+        for layer in cache.offloaded:
+            old = [[each for each in row if each < 30] for row in layer.pool.positions.tolist()]
+            assert old == [list(range(padding, padding + held)) for padding in (0, 11, 3)]
+
+
+def test_padding_is_forgotten_with_the_tokens(llama: tuple[Any, Calibration]) -> None:
+    model, _ = llama
+    ids, mask = left_padded(tokens(3, LENGTH), (0, 11, 3))
+    with attach(*llama, selecting()) as session:
+        used, fresh = limited(session, 30), limited(session, 30)
+        run(model, used, ids, mask, prompt=PROMPT)
+        used.crop(-1000)
+        plain = tokens(3, LENGTH, seed=5)
+        actual, expected = (run(model, each, plain, prompt=PROMPT) for each in (used, fresh))
+    assert torch.equal(actual, expected)
 
 
 # What a step chooses from.
@@ -256,10 +310,12 @@ class Log:
 
 @pytest.mark.parametrize("evict", EVICTIONS)
 @pytest.mark.parametrize("name", ["resident-some", "disk", "disk-resident"])
+@pytest.mark.parametrize("capacity", [32, 44])
 def test_keys_partial_keys_and_positions_agree(
     fitted: tuple[Any, Calibration],
     evict: Eviction,
     name: str,
+    capacity: int,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
@@ -267,18 +323,20 @@ def test_keys_partial_keys_and_positions_agree(
     log = Log(monkeypatch)
     ids, mask = left_padded(tokens(3, LENGTH), (0, 9, 3))
     with attach(*fitted, selecting()) as session:
-        storage = apart(name, tmp_path, capacity=44, evict=evict)
+        storage = apart(name, tmp_path, capacity=capacity, evict=evict)
         cache = session.new_cache(storage=storage, tokens=LENGTH)
         feed(model, cache, ids, mask, slice(0, PROMPT))
         for at in range(PROMPT, LENGTH):
             feed(model, cache, ids, mask, slice(at, at + 1))
             for layer in cache.offloaded:
                 positions = layer.pool.positions
-                if at < 44:
+                if at < capacity:
                     assert positions is None
                     continue
                 assert (positions == at).sum(dim=1).tolist() == [1, 1, 1]
                 assert (positions == at - 1).any(dim=1).all(), "the newest token was the victim"
+                first = torch.tensor([[0], [9], [3]])
+                assert (positions == first).any(dim=1).all(), "a sink was the victim"
         for layer in cache.offloaded:
             held = log.held_by(layer.pool)
             assert torch.equal(layer.pool.all()[0], held)
@@ -316,7 +374,7 @@ def test_a_capacity_below_the_ring_of_newest_tokens(
     model, _ = llama
     pieces = cuts(40, *[1] * 6, 20, 1, 1)
     ids, mask = left_padded(tokens(3, pieces[-1].stop), (0, 11, 3))
-    expected = newest_only(model, ids, mask, pieces, 10)
+    expected = oldest_dropped(model, ids, mask, pieces, 10, sinks=1)
     with attach(*llama, covering()) as session:
         storage = apart(name, tmp_path, capacity=10, evict="fifo")
         actual = fed(model, session.new_cache(storage=storage, tokens=LENGTH), ids, mask, pieces)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from infinigen_kv.adapters.base import Adapter
+    from infinigen_kv.adapters.base import Adapter, LayerSpec
     from infinigen_kv.config import InfiniGenConfig
+    from infinigen_kv.pool.pool import Pool
     from infinigen_kv.rehearsal.select import Selection
 
 Rotary = tuple[Tensor, Tensor] | None
@@ -21,6 +22,23 @@ class Recorder(Protocol):
     """Sees what each layer attended to; see `infinigen_kv.recorder`."""
 
     needs_scores: bool
+    needs_keys: bool
+
+    def see(
+        self,
+        spec: LayerSpec,
+        query: Tensor,
+        keys: Tensor,
+        step: Step,
+        pool: Pool,
+        selection: Selection | None,
+    ) -> None:
+        """What a layer is about to attend to, where ``needs_keys``.
+
+        ``query`` ``(B, H, Q, D)`` and ``keys`` ``(B, H_kv, Q, D)`` are those of the new tokens,
+        which the pool does not hold yet. ``selection`` is None for everything that it holds, and
+        for what several queries will choose.
+        """
 
     def record(
         self, layer: int, step: Step, selection: Selection | None, scores: Tensor | None
@@ -99,6 +117,13 @@ class Step:
             return torch.arange(total, device=self.position_ids.device)[None]
         counted = self.visible.long()
         return counted.cumsum(dim=1) - counted
+
+    @cached_property
+    def padding(self) -> list[int] | None:
+        """Tokens before the first real one in each row, None where there is no padding."""
+        if self.visible is None:
+            return None
+        return (self.visible.cumsum(dim=1) == 0).sum(dim=1).tolist()
 
     @cached_property
     def new_weight(self) -> Tensor | None:

@@ -172,6 +172,8 @@ class Storage:
         Layers that keep their KV in a home apart from the device.
     kernels
         Who does the bookkeeping of resident sets; None for PyTorch.
+    sinks
+        First real tokens of each row that stay in a home with a capacity.
     """
 
     def __init__(
@@ -182,8 +184,10 @@ class Storage:
         tokens: int,
         layers: int,
         kernels: Kernels | None = None,
+        sinks: int = 0,
     ) -> None:
         self.config = config
+        self._sinks = sinks
         self._kernels = kernels
         self._tokens = tokens
         self._layers = max(1, layers)
@@ -275,6 +279,7 @@ class Storage:
             self.link,
             resident=self._resident(keys, values, tokens),
             eviction=None if limit is None else self.config.evict,
+            sinks=self._sinks,
             kernels=self._kernels,
         )
 

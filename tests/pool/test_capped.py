@@ -53,10 +53,16 @@ class CappedMachine(RuleBasedStateMachine):
 
     codec: str
 
-    @initialize(capacity=st.sampled_from([2, 10, 40, 100]), eviction=st.sampled_from(EVICTIONS))
-    def start(self, capacity: int, eviction: Eviction) -> None:
+    @initialize(
+        capacity=st.sampled_from([2, 10, 40, 100]),
+        eviction=st.sampled_from(EVICTIONS),
+        sinks=st.sampled_from([0, 1, 5]),
+        padding=st.sampled_from([0, 3, 40]),
+    )
+    def start(self, capacity: int, eviction: Eviction, sinks: int, padding: int) -> None:
         self.home = empty_home(self.codec, capacity)
-        self.slots = [SlotMap(capacity, eviction) for _ in range(2)]
+        self.slots = [SlotMap(capacity, eviction, sinks=sinks) for _ in range(2)]
+        self.slots[1].padding = padding
         # per row: position -> key and value
         self.exact: list[dict[int, tuple[Tensor, Tensor]]] = [{}, {}]
         self.passes = 1
@@ -205,6 +211,23 @@ def test_a_prompt_that_does_not_fit_leaves_its_end() -> None:
     home.append(keys[:, :, :40], values[:, :, :40])
     home.truncate(20)
     assert home.length == 20
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_a_prompt_that_does_not_fit_leaves_its_sinks_too(name: str) -> None:
+    """Rows with their sinks at different places: what one row keeps another drops."""
+    count, capacity, sinks, padding = 2500, 100, 3, (0, 70)
+    home, maps = empty_home(name, capacity), []
+    for skipped in padding:
+        maps.append(SlotMap(capacity, sinks=sinks))
+        maps[-1].padding = skipped
+    keys, values = tokens(2, count, seed=6)
+    home.write(torch.stack([torch.from_numpy(row.add(count)) for row in maps]), keys, values)
+    assert home.length == capacity
+    for found, exact in zip(home.all(), (keys, values), strict=True):
+        for row, skipped in enumerate(padding):
+            kept = [*range(skipped, skipped + sinks), *range(count - capacity + sinks, count)]
+            assert (found[row] - exact[row][:, kept]).abs().max() <= HALF_SCALE[name]
 
 
 def test_a_token_that_cannot_be_packed_leaves_the_home_as_it_was() -> None:

@@ -25,31 +25,46 @@ class Token:
 class NaiveMap:
     """The rules as they are written down, one token at a time."""
 
-    def __init__(self, capacity: int | None, eviction: Eviction) -> None:
+    def __init__(self, capacity: int | None, eviction: Eviction, sinks: int = 0) -> None:
         self.capacity, self.eviction = capacity, eviction
+        self.sinks = sinks if capacity is None else min(sinks, capacity - 2)
+        self.padding = 0
         self.tokens: list[Token] = []  # in order of writing
         self.seen = 0
         self.time = 0
 
+    def is_sink(self, position: int) -> bool:
+        return self.padding <= position < self.padding + self.sinks
+
     def victims(self) -> list[Token]:
-        """All tokens, the next victim first and the newest last."""
+        """All tokens but the sinks, the next victim first and the newest last."""
         *old, newest = self.tokens
         score = {
             "fifo": lambda token: 0,
             "lru": lambda token: token.used,
             "counter": lambda token: token.count,
         }[self.eviction]
-        return [*sorted(old, key=lambda token: (score(token), token.position)), newest]
+        old.sort(key=lambda token: (score(token), token.position))
+        return [token for token in [*old, newest] if not self.is_sink(token.position)]
+
+    def kept(self, count: int) -> list[int]:
+        """Positions of those of the next tokens that find room beside the sinks held."""
+        positions = list(range(self.seen, self.seen + count))
+        sinks = sum(self.is_sink(token.position) for token in self.tokens)
+        while self.capacity is not None and sinks + len(positions) > self.capacity:
+            positions.remove(next(each for each in positions if not self.is_sink(each)))
+        return positions
 
     def add(self, count: int) -> list[int]:
         self.time += 1
         slots = []
         queue = self.victims() if self.tokens else []
         new: list[Token] = []
-        for place in range(count):
+        kept = self.kept(count)
+        for _ in range(count):
             token = Token(self.seen, -1, self.time)
             self.seen += 1
-            if self.capacity is None or count - place <= self.capacity:
+            if token.position in kept:
                 if self.capacity is None or len(self.tokens) + len(new) < self.capacity:
                     token.slot = len(self.tokens) + len(new)
                 else:
@@ -74,6 +89,7 @@ class NaiveMap:
     def truncate(self, seen: int) -> None:
         self.tokens = [token for token in self.tokens if token.position < seen]
         self.seen = min(self.seen, seen)
+        self.padding = self.padding if self.seen else 0
 
 
 class SlotMachine(RuleBasedStateMachine):
@@ -81,10 +97,17 @@ class SlotMachine(RuleBasedStateMachine):
 
     eviction: Eviction
 
-    @initialize(capacity=st.sampled_from([None, 2, 3, 5, 8, 300]))
-    def start(self, capacity: int | None) -> None:
-        self.slots = SlotMap(capacity, self.eviction)
-        self.model = NaiveMap(capacity, self.eviction)
+    @initialize(
+        capacity=st.sampled_from([None, 2, 3, 5, 8, 300]), sinks=st.sampled_from([0, 0, 1, 4])
+    )
+    def start(self, capacity: int | None, sinks: int) -> None:
+        self.slots = SlotMap(capacity, self.eviction, sinks=sinks)
+        self.model = NaiveMap(capacity, self.eviction, sinks)
+
+    @precondition(lambda self: self.model.seen <= self.model.padding)  # nothing but padding so far
+    @rule(more=st.sampled_from([0, 1, 2, 6, 25]))
+    def pad(self, more: int) -> None:
+        self.slots.padding = self.model.padding = self.model.seen + more
 
     @rule(count=st.sampled_from([0, 1, 1, 1, 1, 2, 3, 4, 7, 20]))
     def add(self, count: int) -> None:
@@ -137,6 +160,9 @@ class SlotMachine(RuleBasedStateMachine):
         assert self.slots.capacity is None or len(positions) <= self.slots.capacity
         if self.slots.tokens_seen:
             assert positions.max() == self.slots.tokens_seen - 1  # the newest is always there
+        first = self.model.padding
+        seen = range(first, min(first + self.model.sinks, self.model.seen))
+        assert set(seen) <= set(positions.tolist())
 
 
 def machine(which: Eviction) -> type[SlotMachine]:
@@ -152,8 +178,8 @@ TestLru = machine("lru").TestCase
 TestCounter = machine("counter").TestCase
 
 
-def full(eviction: Eviction, capacity: int = 4) -> SlotMap:
-    slots = SlotMap(capacity, eviction)
+def full(eviction: Eviction, capacity: int = 4, sinks: int = 0) -> SlotMap:
+    slots = SlotMap(capacity, eviction, sinks=sinks)
     assert slots.add(capacity).tolist() == list(range(capacity))
     return slots
 
@@ -217,6 +243,52 @@ def test_a_prompt_longer_than_the_pool_keeps_its_end(eviction: Eviction) -> None
     assert slots.add(5).tolist() == [-1, -1, 0, 1, 2]
     assert slots.positions.tolist() == [2, 3, 4]
     assert (slots.length, slots.tokens_seen) == (3, 5)
+
+
+@pytest.mark.parametrize("eviction", EVICTIONS)
+def test_a_prompt_longer_than_the_pool_keeps_its_sinks_and_its_end(eviction: Eviction) -> None:
+    slots = SlotMap(5, eviction, sinks=2)
+    assert slots.add(8).tolist() == [0, 1, -1, -1, -1, 2, 3, 4]
+    assert slots.positions.tolist() == [0, 1, 5, 6, 7]
+    assert slots.add(9).tolist() == [-1] * 6 + [2, 3, 4]
+    assert slots.positions.tolist() == [0, 1, 14, 15, 16]
+
+
+def test_the_sinks_of_a_padded_row_are_its_first_real_tokens() -> None:
+    slots = SlotMap(4, "fifo", sinks=1)
+    slots.padding = 3
+    assert slots.add(7).tolist() == [-1, -1, -1, 0, 1, 2, 3]
+    assert slots.add(2).tolist() == [1, 2]
+    assert slots.positions.tolist() == [3, 7, 8, 6]
+
+
+def test_padding_is_evicted_and_forgotten_with_its_row() -> None:
+    slots = SlotMap(4, "fifo", sinks=1)
+    slots.padding = 2
+    assert slots.add(4).tolist() == [0, 1, 2, 3]
+    assert [slots.add(1).tolist() for _ in range(4)] == [[0], [1], [3], [0]]  # never slot 2
+    slots.truncate(0)
+    slots.add(6)
+    assert slots.positions.tolist() == [0, 3, 4, 5]
+
+
+@pytest.mark.parametrize("eviction", EVICTIONS)
+def test_sinks_stay_though_only_others_are_used(eviction: Eviction) -> None:
+    slots = full(eviction, capacity=5, sinks=3)
+    for _ in range(300):
+        slots.touch(np.array([3, 4]))
+        slots.add(1)
+        assert slots.positions[:3].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("capacity", "kept"), [(2, 0), (3, 1), (6, 4), (60, 5), (None, 5)])
+def test_sinks_leave_two_slots_for_others(capacity: int | None, kept: int) -> None:
+    assert SlotMap(capacity, sinks=5).sinks == kept
+
+
+def test_a_negative_number_of_sinks_is_refused() -> None:
+    with pytest.raises(InputError, match=r"sinks=-1 is not valid: .* integer >= 0"):
+        SlotMap(4, sinks=-1)
 
 
 def test_without_a_limit_slots_are_positions() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -60,6 +61,8 @@ class LinkedPool(Pool):
         Fetched entries to keep per row and head; 0 moves every selected entry, as in the paper.
     eviction
         What makes room in a capped home.
+    sinks
+        First real tokens of each row that a capped home never evicts.
     kernels
         Who does the resident set's bookkeeping; None for PyTorch.
     """
@@ -71,6 +74,7 @@ class LinkedPool(Pool):
         *,
         resident: int = 0,
         eviction: Eviction | None = None,
+        sinks: int = 0,
         kernels: Kernels | None = None,
     ) -> None:
         self.lookups = Lookups()
@@ -83,7 +87,7 @@ class LinkedPool(Pool):
         self._maps: list[SlotMap] | None = None
         if eviction is not None:
             assert isinstance(home, CappedHome)
-            self._maps = [SlotMap(home.capacity, eviction) for _ in range(home.rows)]
+            self._maps = [SlotMap(home.capacity, eviction, sinks=sinks) for _ in range(home.rows)]
 
     @property
     def rows(self) -> int:
@@ -113,6 +117,15 @@ class LinkedPool(Pool):
         if self._maps is None or self._maps[0].capacity is None:
             return None
         return self._maps[0].capacity - self._maps[0].length
+
+    @property
+    def sinks(self) -> int:
+        return 0 if self._maps is None else self._maps[0].sinks
+
+    def set_padding(self, padding: Sequence[int]) -> None:
+        if self._maps is not None:
+            for slot_map, tokens in zip(self._maps, padding, strict=True):
+                slot_map.padding = tokens
 
     @property
     def positions(self) -> Tensor | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -42,6 +43,14 @@ class Pool(ABC):
     def free(self) -> int | None:
         """Tokens that can be added before others are evicted for them; None for any number."""
         return None
+
+    @property
+    def sinks(self) -> int:
+        """First real tokens of each row that are never evicted."""
+        return 0
+
+    def set_padding(self, padding: Sequence[int]) -> None:
+        """Say where the first real token of each row is, before it is added; 0 if nobody does."""
 
     @property
     def positions(self) -> Tensor | None:

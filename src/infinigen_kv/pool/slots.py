@@ -38,20 +38,28 @@ class SlotMap:
     than below all others: starting at 0, tokens written to a pool in steady use would only ever
     evict one another.
 
+    A third keeps attention sinks: where a model puts the weight that its heads have no use for,
+    losing the token costs far more than its rank tells. The first ``sinks`` tokens after `padding`
+    are never victims, and where more tokens come at once than fit, those after the sinks go.
+
     Parameters
     ----------
     capacity
         Slots, at least 2; None for as many as there are tokens.
     eviction
         ``"fifo"``, ``"lru"`` or ``"counter"``.
+    sinks
+        Tokens that stay, at most ``capacity - 2``: more count as so many. 0 is as published.
 
     Raises
     ------
     InputError
-        For another capacity or eviction.
+        For another capacity or eviction, or a negative number of sinks.
     """
 
-    def __init__(self, capacity: int | None, eviction: Eviction = "counter") -> None:
+    def __init__(
+        self, capacity: int | None, eviction: Eviction = "counter", *, sinks: int = 0
+    ) -> None:
         if capacity is not None and capacity < SMALLEST_CAPACITY:
             raise InputError(
                 f"capacity={capacity!r} is not valid: it must be an integer >= "
@@ -61,13 +69,19 @@ class SlotMap:
             raise InputError(
                 f"eviction={eviction!r} is not valid: it must be one of {', '.join(EVICTIONS)}"
             )
+        if sinks < 0:
+            raise InputError(f"sinks={sinks!r} is not valid: it must be an integer >= 0")
         self.capacity = capacity
         self.eviction = eviction
+        self.sinks = sinks if capacity is None else min(sinks, capacity - SMALLEST_CAPACITY)
+        self.padding = 0
+        """Tokens before the row's first real one; to be set before that one is added."""
         self.length = 0
         self.tokens_seen = 0
         reserve = min(_FIRST_RESERVE, capacity or _FIRST_RESERVE)
         self._positions: Slots = np.empty(reserve, np.int64)
         self._ranks: Slots = np.empty(reserve, np.int64)  # the least is the next victim
+        self._sink_slots: Slots = np.empty(0, np.int64)
         self._newest = -1  # slot of the token written last
         self._clock = 0  # of lru: one tick per write or step
         self._most_counted = 0  # of counter: no counter is above
@@ -87,7 +101,7 @@ class SlotMap:
         """Give slots to the next ``count`` tokens.
 
         The tokens of one call do not evict one another, unless there are more than fit: then the
-        first of them get no slot.
+        first of them, sinks aside, get no slot.
 
         Returns
         -------
@@ -97,21 +111,23 @@ class SlotMap:
         """
         if count < 0:
             raise InputError(f"count={count!r} is not valid: it must be an integer >= 0")
-        dropped = 0 if self.capacity is None else max(0, count - self.capacity)
-        kept = count - dropped
+        positions = self._kept_of(count)
+        kept = len(positions)
         free = kept if self.capacity is None else min(kept, self.capacity - self.length)
         victims = self._victims(kept - free)
         self._reserve(self.length + free)
         fresh = np.arange(self.length, self.length + free, dtype=np.int64)
         self._ranks[fresh] = 0
         self.length += free
-        self.tokens_seen += count
         slots = np.concatenate([fresh, victims]) if free else victims
         if kept:
-            self._write(slots)
-        if not dropped:
+            self._write(slots, positions)
+        start, self.tokens_seen = self.tokens_seen, self.tokens_seen + count
+        if kept == count:
             return slots
-        return np.concatenate([np.full(dropped, -1, np.int64), slots])
+        given = np.full(count, -1, np.int64)
+        given[positions - start] = slots
+        return given
 
     def touch(self, slots: Slots) -> None:
         """Note that the tokens in ``slots`` were fetched in this step.
@@ -160,37 +176,58 @@ class SlotMap:
                 "or set no capacity"
             )
         self.length = self.tokens_seen = tokens_seen
+        self._sink_slots = self._sink_slots[self._sink_slots < tokens_seen]
         self._newest = tokens_seen - 1
+        if tokens_seen == 0:
+            self.padding = 0
 
     def copy(self) -> SlotMap:
         """An independent map in the same state, for a row that is repeated."""
-        other = SlotMap(self.capacity, self.eviction)
+        other = SlotMap(self.capacity, self.eviction, sinks=self.sinks)
         other.__dict__.update(self.__dict__)
         other._positions = self._positions.copy()
         other._ranks = self._ranks.copy()
         return other
+
+    def _kept_of(self, count: int) -> Slots:
+        """Positions of those among the next ``count`` tokens that get a slot."""
+        new = np.arange(self.tokens_seen, self.tokens_seen + count, dtype=np.int64)
+        if self.capacity is None:
+            return new
+        dropped = count - (self.capacity - len(self._sink_slots))
+        if dropped <= 0:
+            return new
+        return np.delete(new, np.flatnonzero(~self._are_sinks(new))[:dropped])
+
+    def _are_sinks(self, positions: Slots) -> NDArray[np.bool_]:
+        return (positions >= self.padding) & (positions < self.padding + self.sinks)
 
     def _victims(self, count: int) -> Slots:
         """The ``count`` slots to overwrite, the first victim first."""
         if count <= 0:
             return np.empty(0, np.int64)
         ranks = self._ranks[: self.length]
-        newest = ranks[self._newest]
-        ranks[self._newest] = _LAST
+        spared = np.append(self._sink_slots, self._newest)
+        before = ranks[spared]
+        ranks[self._newest] = _LAST - 1
+        ranks[self._sink_slots] = _LAST
         victims = np.argsort(ranks)[:count] if count > 1 else np.array([ranks.argmin()])
-        ranks[self._newest] = newest
+        ranks[spared] = before
         return victims
 
-    def _write(self, slots: Slots) -> None:
-        """The newest ``len(slots)`` tokens now live in ``slots``."""
-        positions = np.arange(self.tokens_seen - len(slots), self.tokens_seen, dtype=np.int64)
+    def _write(self, slots: Slots, positions: Slots) -> None:
+        """The next tokens, at these ``positions``, now live in ``slots``."""
         self._positions[slots] = positions
+        if positions[0] < self.padding + self.sinks:
+            found = slots[self._are_sinks(positions)]
+            self._sink_slots = np.concatenate([self._sink_slots, found])
+        ranks = positions
         if self.eviction == "counter":
-            positions += self._ranks[slots] & -_SCORE
+            ranks = positions + (self._ranks[slots] & -_SCORE)
         elif self.eviction == "lru":
             self._clock += 1
-            positions += self._clock * _SCORE
-        self._ranks[slots] = positions
+            ranks = positions + self._clock * _SCORE
+        self._ranks[slots] = ranks
         self._newest = int(slots[-1])
 
     def _halve_if_saturated(self) -> None:
