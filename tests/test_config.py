@@ -22,7 +22,12 @@ BAD: list[tuple[str, Any, str]] = [
     *(
         (name, value, allowed)
         for name, (values, allowed) in REALS.items()
-        for value in (*values, NAN, INFINITY, -INFINITY, 10**400, True, False, "0.5", [0.5], 1j)
+        for value in (*values, NAN, INFINITY, -INFINITY, 10**400, True, False, "0.5", {0.5}, 1j)
+    ),
+    *(("partial_ratio", value, "a number in (0, 1]") for value in ([0.5], (0.5,))),
+    *(
+        ("alpha", value, "finite numbers >= 0, one for each layer")
+        for value in ((), [], (1.0, -1.0), [4, NAN], (INFINITY,), ("4", 5), [[1]])
     ),
     *(
         (name, value, f"an integer >= {least}")
@@ -38,6 +43,7 @@ BAD: list[tuple[str, Any, str]] = [
 ]
 GOOD: list[tuple[str, Any]] = [
     ("alpha", 0), ("alpha", 0.0), ("alpha", 7), ("alpha", 1e9),
+    ("alpha", (0, 4.5)), ("alpha", (1e9,)),
     ("partial_ratio", 1e-3), ("partial_ratio", 1), ("partial_ratio", 1.0),
     ("max_fetch", 1e-3), ("max_fetch", 1), ("max_fetch", 1.0),
     ("first_layer", 1), ("first_layer", 99),
@@ -108,6 +114,15 @@ def test_unknown_names_are_errors_that_list_the_known_ones() -> None:
 def test_it_survives_a_round_trip_through_plain_values() -> None:
     config = InfiniGenConfig(rehearsal="paper", alpha=3.5, first_layer=2)
     assert InfiniGenConfig.from_dict(dataclasses.asdict(config)) == config
+
+
+def test_alpha_by_layer() -> None:
+    assert [InfiniGenConfig(alpha=3).alpha_of(layer) for layer in (0, 99)] == [3, 3]
+    config = InfiniGenConfig.from_dict({"alpha": [1, 2.5]})
+    assert config.alpha == (1, 2.5) and hash(config) == hash(InfiniGenConfig(alpha=(1, 2.5)))
+    assert [config.alpha_of(layer) for layer in (0, 1)] == [1, 2.5]
+    with pytest.raises(InputError, match="alpha has 2 values, and the model has a layer 2"):
+        config.alpha_of(2)
 
 
 def test_it_is_frozen() -> None:

@@ -105,12 +105,13 @@ def test_full_rank_with_an_exact_prediction_ranks_as_the_true_scores(
     config = selecting(
         rehearsal=rehearsal,
         partial_ratio=1.0,
-        alpha=1.5,
         max_fetch=1.0,
         recent_tokens=0,
         sink_tokens=0,
     )
-    layer = RehearsalLayer(lambda hidden, step: truth, skew, scaling=0.3, softcap=softcap)
+    layer = RehearsalLayer(
+        lambda hidden, step: truth, skew, scaling=0.3, softcap=softcap, alpha=1.5
+    )
     kernels = find_kernels(both_kernels, keys.device, keys.dtype)
     policy, pool = InfiniGenPolicy(layer, config, kernels), LocalPool(keys, values)
 

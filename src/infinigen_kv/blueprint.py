@@ -77,12 +77,14 @@ class CacheBlueprint:
 
     def storage(self, tokens: int, rate: float | None) -> Storage:
         """What the layers of one cache share; ``tokens`` per row, 0 if unknown."""
-        config = self._plan.storage
+        config, sinks = self._plan.storage, self._plan.config.sink_tokens
         if self._plan.paged:
             return PagedStorage(config, rate=rate, tokens=tokens, budget=self._settings.budget)
         apart = [spec for spec in self._adapter.layers if not spec.is_sliding]
         layers = len(apart) - len(self._local)
-        return Storage(config, rate=rate, tokens=tokens, layers=layers, kernels=self._kernels)
+        return Storage(
+            config, rate=rate, tokens=tokens, layers=layers, kernels=self._kernels, sinks=sinks
+        )
 
     def cache(self, storage: Storage, owner: Owner) -> InfiniGenCache:
         """An empty cache."""
@@ -125,5 +127,6 @@ class CacheBlueprint:
                 skew=fitted.skew if paper else None,
                 scaling=spec.scaling,
                 softcap=spec.softcap,
+                alpha=self._plan.config.alpha_of(spec.index),
             )
         return self._rehearsals[spec.index]

@@ -115,6 +115,15 @@ class InfiniGenCache(EngineCache):
         return sum(each.hits for each in lookups) / wanted if wanted else float("nan")
 
     @property
+    def moved_entries(self) -> dict[int, int]:
+        """Entries of each selecting layer that steps wanted and did not find on the device."""
+        return {
+            layer.spec.index: layer.pool.lookups.wanted - layer.pool.lookups.hits
+            for layer in self.offloaded
+            if isinstance(layer.pool, LinkedPool)
+        }
+
+    @property
     def is_interrupted(self) -> bool:
         """Whether a forward failed and could not be taken back; only `reset` helps then."""
         return self._interrupted

@@ -32,11 +32,13 @@ class InfiniGenConfig:
         (`OWN_DEFAULTS`), which None stands for.
     alpha
         A token is wanted when its predicted score is within ``alpha`` of the head's highest one
-        (section 4.3; natural-log units, since scores are exponents of the softmax).
+        (section 4.3; natural-log units, since scores are exponents of the softmax). One number for
+        all layers, or one for each layer of the model.
     partial_ratio
         Rank R of the rehearsal's score as a share of the head dimension D, in (0, 1].
     recent_tokens, sink_tokens
-        The newest and the oldest cached tokens that every step attends to.
+        The newest and the oldest cached tokens that every step attends to. A home with a capacity
+        never evicts the latter, up to two tokens below it.
     max_fetch
         Largest share of a row's cached tokens that a step may attend to, in (0, 1]. The always-kept
         tokens count, and stay even where they alone exceed it.
@@ -54,7 +56,7 @@ class InfiniGenConfig:
 
     # None until construction has put the rehearsal's own value there, hence the declared types.
     rehearsal: RehearsalName = "calibrated"
-    alpha: float = None  # type: ignore[assignment]
+    alpha: float | tuple[float, ...] = None  # type: ignore[assignment]
     partial_ratio: float = None  # type: ignore[assignment]
     recent_tokens: int = None  # type: ignore[assignment]
     sink_tokens: int = None  # type: ignore[assignment]
@@ -68,7 +70,7 @@ class InfiniGenConfig:
         for name, own in OWN_DEFAULTS[self.rehearsal].items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, own)
-        self._check_real("alpha", lambda v: v >= 0, "a finite number >= 0")
+        self._check_alpha()
         self._check_real("partial_ratio", lambda v: 0 < v <= 1, "a number in (0, 1]")
         self._check_real("max_fetch", lambda v: 0 < v <= 1, "a number in (0, 1]")
         self._check_integer("first_layer", 1)
@@ -76,10 +78,21 @@ class InfiniGenConfig:
         self._check_integer("sink_tokens", 0)
         self._check_integer("min_context", 1)
 
+    def _check_alpha(self) -> None:
+        given: Any = self.alpha
+        if isinstance(given, list):  # as JSON has it
+            object.__setattr__(self, "alpha", tuple(given))
+        by_layer = isinstance(given, (tuple, list))
+        values = given if by_layer else (given,)
+        if not values or not all(is_finite(each) and each >= 0 for each in values):
+            allowed = (
+                "finite numbers >= 0, one for each layer" if by_layer else "a finite number >= 0"
+            )
+            raise _invalid("alpha", given, allowed)
+
     def _check_real(self, name: str, accept: Any, allowed: str) -> None:
         value = getattr(self, name)
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or not abs(value) <= sys.float_info.max or not accept(value):
+        if not is_finite(value) or not accept(value):
             raise _invalid(name, value, allowed)
 
     def _check_integer(self, name: str, least: int) -> None:
@@ -96,9 +109,32 @@ class InfiniGenConfig:
             raise InputError(f"unknown setting {unknown[0]!r}; known settings: {', '.join(known)}")
         return cls(**values)
 
+    def alpha_of(self, layer: int) -> float:
+        """Alpha of one layer of the model.
+
+        Raises
+        ------
+        InputError
+            If alpha is given by layer, for a model with fewer layers.
+        """
+        if not isinstance(self.alpha, tuple):
+            return self.alpha
+        if layer >= len(self.alpha):
+            raise InputError(
+                f"alpha has {len(self.alpha)} values, and the model has a layer {layer}: give one "
+                "number for all layers, or one for each layer"
+            )
+        return self.alpha[layer]
+
     def partial_dim(self, head_dim: int) -> int:
         """Rank R of the rehearsal's score for a head dimension D."""
         return max(1, round(self.partial_ratio * head_dim))
+
+
+def is_finite(value: object) -> bool:
+    """Whether a setting is a number, and neither infinite nor NaN."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and abs(value) <= sys.float_info.max  # type: ignore[arg-type]
 
 
 def _invalid(name: str, value: object, allowed: str) -> InputError:

@@ -52,7 +52,7 @@ class LanguageModel:
     calibration
         Of that model; None for exact attention only.
     config
-        Settings of the selection.
+        Settings of the selection; None as in `attach`.
     storage
         Where the KV lives and how it moves; None keeps it in memory.
     """
@@ -67,7 +67,9 @@ class LanguageModel:
         self.model = loaded.model
         self.tokenizer = loaded.tokenizer
         self.calibration = calibration
-        self.config = config or InfiniGenConfig()
+        if config is None:
+            config = InfiniGenConfig() if calibration is None else calibration.config()
+        self.config = config
         self.storage = storage or StorageConfig()
 
     def encode(self, prompt: str, *, chat: bool = False) -> Tensor:
@@ -199,7 +201,7 @@ def load(
     name
         As in `load_model`: ``smollm2``, a folder, a ``.gguf`` file or a hub name.
     config
-        Settings; None for the defaults.
+        Settings of the selection; None as in `attach`.
     storage
         Where the KV lives and how it moves; None keeps it in memory.
     calibration

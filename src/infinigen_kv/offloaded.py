@@ -130,6 +130,8 @@ class OffloadedLayer(CacheLayerMixin):
         """
         step, pool = self._step, self.pool
         assert step is not None and pool is not None
+        if pool.sinks and step.padding is not None:
+            pool.set_padding(step.padding)
         if self.policy.late and step.selecting and step.queries == 1:
             self._chosen = self.policy.choose_late(query, step, pool)
             if self._chosen is not None:
@@ -145,6 +147,8 @@ class OffloadedLayer(CacheLayerMixin):
         step, pool, selection = self._step, self.pool, self._chosen
         assert step is not None and pool is not None and selection is not None
         self._chosen = None
+        if step.recorder is not None and step.recorder.needs_keys:
+            step.recorder.see(self.spec, query, keys, step, pool, selection)
         output, weights = self._kernels.attend(
             query,
             pool.collect_in_place(),
@@ -176,6 +180,8 @@ class OffloadedLayer(CacheLayerMixin):
         step, pool = self._step, self.pool
         assert step is not None and pool is not None
         positions = pool.positions
+        if step.recorder is not None and step.recorder.needs_keys:
+            step.recorder.see(self.spec, query, keys, step, pool, None)
         all_keys, all_values, slots = pool.extend(keys, values)
         self.policy.observe(query, keys, step, pool, slots)
         if step.may_end_prompt:

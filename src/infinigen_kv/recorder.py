@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from infinigen_kv.rehearsal.select import Selection, group_margin, selection_mask, top_entries
 from infinigen_kv.step import Step
+
+if TYPE_CHECKING:
+    from infinigen_kv.adapters.base import LayerSpec
+    from infinigen_kv.pool.pool import Pool
 
 
 class FetchRecorder:
@@ -21,20 +26,42 @@ class FetchRecorder:
     keep_indices
         Also keep, in ``selections``, a list of ``(layer, Selection)`` per selecting step's layer,
         with indices on the CPU.
+
+    Attributes
+    ----------
+    limit
+        Tokens that the home can hold, None for any number: steps that attend to everything cannot
+        attend to more.
     """
 
     needs_scores = False
+    needs_keys = False
 
     def __init__(self, *, keep_indices: bool = False) -> None:
         self._keep = keep_indices
+        self.limit: int | None = None
         self._shares: dict[int, list[Tensor]] = defaultdict(list)
+        self._tokens: dict[int, float] = defaultdict(float)
+        self._queries: dict[int, int] = defaultdict(int)
         self.selections: list[tuple[int, Selection]] = []
+
+    def see(
+        self,
+        spec: LayerSpec,
+        query: Tensor,
+        keys: Tensor,
+        step: Step,
+        pool: Pool,
+        selection: Selection | None,
+    ) -> None:
+        """Needed by recorders of another kind."""
 
     def record(
         self, layer: int, step: Step, selection: Selection | None, scores: Tensor | None
     ) -> None:
         if not step.selecting:
             return
+        self._count(layer, step, selection)
         if selection is None:
             self._shares[layer].append(torch.ones(1, dtype=torch.float64))
             return
@@ -53,10 +80,26 @@ class FetchRecorder:
             layer: torch.cat(shares).mean().item() for layer, shares in sorted(self._shares.items())
         }
 
+    @property
+    def tokens_by_layer(self) -> dict[int, float]:
+        """Mean number of cached tokens that a step of each layer attended to, per KV head."""
+        return {layer: self._tokens[layer] / self._queries[layer] for layer in sorted(self._tokens)}
+
     def fetched_share(self, *, first_layer: int = 0) -> float:
         """Mean of `fetched_by_layer` over the layers from ``first_layer`` on; NaN without any."""
         shares = [share for layer, share in self.fetched_by_layer.items() if layer >= first_layer]
         return sum(shares) / len(shares) if shares else float("nan")
+
+    def _count(self, layer: int, step: Step, selection: Selection | None) -> None:
+        queries = step.rows * step.queries
+        if selection is not None:
+            attended = selection.fetched()
+        else:
+            cached = step.before.double().expand(step.rows, step.queries)
+            held = cached if self.limit is None else cached.clamp_max(self.limit)
+            attended = held.mean().item()
+        self._tokens[layer] += attended * queries
+        self._queries[layer] += queries
 
 
 class FidelityRecorder(FetchRecorder):

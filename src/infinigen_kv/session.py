@@ -2,37 +2,27 @@
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
-import torch
-from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 from infinigen_kv.adapters import adapter_for
 from infinigen_kv.adapters.base import Adapter
-from infinigen_kv.attention import dense_attention
 from infinigen_kv.batch import InfiniGenBatch
 from infinigen_kv.blueprint import CacheBlueprint
 from infinigen_kv.cache import InfiniGenCache
 from infinigen_kv.calibration import Calibration
 from infinigen_kv.config import InfiniGenConfig
-from infinigen_kv.engine import Attending, EngineCache
 from infinigen_kv.errors import CacheStateError, InputError
-from infinigen_kv.faults import device_error
+from infinigen_kv.hooks import ATTENTION, add_hooks, set_attention
 from infinigen_kv.kernels import KernelsName, find_kernels
-from infinigen_kv.masks import decoder_mask
 from infinigen_kv.policies.registry import POLICIES, cache_plan, check_policy
 from infinigen_kv.policies.settings import BUDGET, PolicySettings
 from infinigen_kv.ragged import check_rotary
 from infinigen_kv.row import check_size
 from infinigen_kv.storage import StorageConfig
-
-ATTENTION = "infinigen_kv"
-CACHE_NAMES = ("cache", "past_key_values", "layer_past")  # by release and family
 
 
 class Session:
@@ -182,63 +172,6 @@ class Session:
         computing = find_kernels(kernels or self.kernels, self.model.device, self.model.dtype)
         return CacheBlueprint(self.adapter, self._calibration, plan, settings, computing)
 
-    # Hooks.
-
-    def begin_forward(
-        self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        """Before the decoder runs: tell the cache what is coming."""
-        kwargs = _by_name(decoder, args, kwargs)
-        cache = _find_cache(kwargs)
-        if cache is None:
-            return
-        if cache.owner is not self:
-            raise CacheStateError(
-                "this cache was made for another model or an earlier attach: make one with "
-                "session.new_cache() of the session that is attached now"
-            )
-        shown = kwargs.get("inputs_embeds")
-        shown = kwargs.get("input_ids") if shown is None else shown
-        if shown is None or shown.shape[1] == 0:
-            raise InputError("the prompt is empty: give at least one token")
-        rows, queries = shown.shape[:2]
-        start = cache.get_seq_length()
-        if start == 0:  # later tokens are left to the model: finished work must not be lost
-            self.check_length(queries)
-        positions = kwargs.get("position_ids")
-        if positions is None:
-            positions = torch.arange(start, start + queries, device=shown.device)[None]
-        cache.begin_forward(
-            queries=queries,
-            rows=rows,
-            attention_mask=kwargs.get("attention_mask"),
-            position_ids=positions,
-        )
-
-    def attention_input(
-        self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Before a layer's attention: rehearse its followers, hand it its own cache layer."""
-        cache = _find_cache(kwargs)
-        if cache is None:
-            return None
-        hidden = self.adapter.attention_input(args, kwargs)
-        try:
-            layer = cache.attention_input(index, hidden)
-        except RuntimeError as error:
-            fault = device_error(error, hidden.device)
-            if fault is None:
-                raise
-            raise fault from error
-        return None if layer is None else (args, {**kwargs, "offloaded_layer": layer})
-
-    @staticmethod
-    def end_forward(decoder: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        """After the decoder ran, or failed: then there is no output."""
-        cache = _find_cache(_by_name(decoder, args, kwargs))
-        if cache is not None:
-            cache.end_forward(finished=output is not None)
-
     def close(self) -> None:
         """Refuse new caches, and end the threads and files of those there are."""
         self.closed = True
@@ -265,7 +198,8 @@ def attach(
     calibration
         From `calibrate` or `Calibration.load`; None allows exact attention only.
     config
-        Settings of the selection; None for the defaults.
+        Settings of the selection; None for those that were tuned for the model (`tuning.tune`), or
+        the defaults. To change some of the tuned ones: ``calibration.config(max_fetch=0.3)``.
     storage
         Where the KV lives and how it moves; None keeps it in memory, on the device.
     kernels
@@ -283,91 +217,25 @@ def attach(
         If the model's family has no adapter.
     CalibrationError
         If the calibration belongs to another model.
+    InputError
+        If alpha is given by layer, for another number of layers.
     """
     find_kernels(kernels, model.device, model.dtype)  # what cannot be had is said now
-    session = Session(
-        model, calibration, config or InfiniGenConfig(), storage or StorageConfig(), kernels
-    )
+    if config is None:
+        config = InfiniGenConfig() if calibration is None else calibration.config()
+    session = Session(model, calibration, config, storage or StorageConfig(), kernels)
     if calibration is not None:
         calibration.check_model(session.adapter)
+    layers = len(session.adapter.layers)
+    if isinstance(config.alpha, tuple) and len(config.alpha) != layers:
+        raise InputError(
+            f"alpha has {len(config.alpha)} values, and the model {layers} layers: give one number "
+            "for all layers, or one for each layer"
+        )
     if model.config._attn_implementation == ATTENTION:
         raise CacheStateError("the model is attached already: leave that `with` block first")
     with ExitStack() as undo:
         undo.callback(session.close)
-        _set_attention(model, undo)
-        _add_hooks(session, undo)
+        set_attention(model, undo)
+        add_hooks(session, undo)
         yield session
-
-
-def infinigen_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    softcap: float | None = None,
-    offloaded_layer: Attending | None = None,
-    **unused: Any,
-) -> tuple[Tensor, None]:
-    """A Transformers attention function: the offloaded layer's if there is one, else plain."""
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if offloaded_layer is not None:
-        try:
-            output = offloaded_layer.attend(
-                query, key, value, attention_mask, scaling=scale, softcap=softcap
-            )
-        except RuntimeError as error:
-            fault = device_error(error, query.device)
-            if fault is None:
-                raise
-            raise fault from error
-    else:
-        output = dense_attention(
-            query, key, value, scaling=scale, softcap=softcap, mask=attention_mask, dropout=dropout
-        )
-    return output, None
-
-
-def _set_attention(model: PreTrainedModel, undo: ExitStack) -> None:
-    """Route the model's attention here, and its masks to booleans."""
-    AttentionInterface.register(ATTENTION, infinigen_attention)
-    AttentionMaskInterface.register(ATTENTION, decoder_mask)
-    before = model.config._attn_implementation
-    undo.callback(model.set_attn_implementation, before)
-    model.set_attn_implementation(ATTENTION)
-
-
-def _add_hooks(session: Session, undo: ExitStack) -> None:
-    decoder = session.adapter.decoder
-    # each on its own line: one that cannot be added must not leave an earlier one behind
-    before = decoder.register_forward_pre_hook(session.begin_forward, with_kwargs=True)
-    undo.callback(before.remove)
-    after = decoder.register_forward_hook(session.end_forward, with_kwargs=True, always_call=True)
-    undo.callback(after.remove)
-    for spec in session.adapter.layers:
-
-        def hook(
-            module: nn.Module,
-            args: tuple[Any, ...],
-            kwargs: dict[str, Any],
-            index: int = spec.index,
-        ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-            return session.attention_input(index, args, kwargs)
-
-        undo.callback(spec.module.register_forward_pre_hook(hook, with_kwargs=True).remove)
-
-
-def _by_name(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The decoder's arguments by name, those that were passed by position included."""
-    if not args:
-        return kwargs
-    return {**inspect.signature(decoder.forward).bind_partial(*args).arguments, **kwargs}
-
-
-def _find_cache(kwargs: dict[str, Any]) -> EngineCache | None:
-    for name in CACHE_NAMES:
-        if isinstance(kwargs.get(name), EngineCache):
-            return kwargs[name]
-    return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -203,7 +204,7 @@ def test_a_header_that_lacks_something(saved: Path, name: str) -> None:
         Calibration.load(saved)
 
 
-@pytest.mark.parametrize("name", ["fingerprint", "settings", "report"])
+@pytest.mark.parametrize("name", ["fingerprint", "settings", "report", "cost"])
 @pytest.mark.parametrize("value", [[], "text", 3, None])
 def test_a_header_of_the_wrong_shape(saved: Path, name: str, value: Any) -> None:
     rewrite_header(saved, lambda header: header.update({name: value}))
@@ -268,3 +269,26 @@ def test_a_calibration_without_a_layer_that_the_model_needs_is_refused() -> None
 def test_a_calibration_without_a_fingerprint_is_refused() -> None:
     with pytest.raises(CalibrationError, match="another model: its family is null"):
         made(other=1).check_model(adapter_for(llama()))
+
+
+def test_the_cost_is_kept_and_saving_is_part_of_it(tmp_path: Path) -> None:
+    cost = {"fitting": {"seconds": 1.5, "peak_bytes": 7}}
+    replace(made(), cost=cost).save(tmp_path / "one")
+    found = Calibration.load(tmp_path / "one").cost
+    assert found["fitting"] == cost["fitting"]
+    assert found["saving"]["seconds"] > 0 and found["saving"]["peak_bytes"] >= 0
+
+
+def test_an_artefact_that_does_not_know_its_cost(saved: Path) -> None:
+    assert Calibration.load(saved).cost == {}
+    rewrite_header(saved, lambda header: header.pop("cost"))
+    assert Calibration.load(saved).cost == {}
+
+
+@pytest.mark.parametrize(
+    "stage", [None, 3, {}, {"seconds": 1.0}, {"seconds": "1", "peak_bytes": 2}]
+)
+def test_a_cost_of_the_wrong_shape(saved: Path, stage: Any) -> None:
+    rewrite_header(saved, lambda header: header.update(cost={"fitting": stage}))
+    with pytest.raises(CalibrationError, match="its cost is no numbers; calibrate again"):
+        Calibration.load(saved)

@@ -114,8 +114,10 @@ def test_the_oracle_takes_infinigens_count_and_the_true_order(
     predicted, truth = random(rows, heads, 1, dim), random(rows, heads, 1, dim)
     keys, prompt_query = random(rows, kv_heads, count, dim), random(rows, heads, count, dim)
     visible = torch.arange(count + 1) >= torch.tensor(padding)[:, None]
-    config = selecting(alpha=1.5, max_fetch=1.0)
-    layer = RehearsalLayer(lambda hidden, step: predicted, None, scaling=0.3, softcap=softcap)
+    config = selecting(max_fetch=1.0)
+    layer = RehearsalLayer(
+        lambda hidden, step: predicted, None, scaling=0.3, softcap=softcap, alpha=1.5
+    )
 
     def made() -> InfiniGenPolicy:
         return InfiniGenPolicy(layer, config, TorchKernels())

@@ -14,10 +14,13 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
-from torch import Tensor
+from torch import Tensor, device
 
 from infinigen_kv.adapters.base import Adapter
-from infinigen_kv.calibration.fingerprint import model_fingerprint
+from infinigen_kv.calibration.cost import Stages
+from infinigen_kv.calibration.fingerprint import digest, model_fingerprint
+from infinigen_kv.calibration.tuned import Tuned
+from infinigen_kv.config import InfiniGenConfig
 from infinigen_kv.errors import CalibrationError
 
 FORMAT = 1
@@ -52,12 +55,28 @@ class Calibration:
         By layer index; layers that cannot be rehearsed are absent.
     report
         Per layer index, as strings: how well the prediction fits (see `calibrate`).
+    tuned
+        Settings that `tuning.tune` found for the model, or None.
+    cost
+        What calibrating took, stage by stage (`cost.Stages.to_dict`); empty where it was not
+        recorded. ``saving`` is there once it was loaded from an artefact.
     """
 
     fingerprint: Mapping[str, Any]
     settings: Mapping[str, Any]
     layers: Mapping[int, LayerCalibration]
     report: Mapping[str, Any] = field(default_factory=dict)
+    tuned: Tuned | None = None
+    cost: Mapping[str, Any] = field(default_factory=dict)
+
+    def config(self, **given: Any) -> InfiniGenConfig:
+        """Settings for this model: those that are given, the tuned ones for the others.
+
+        What was tuned goes with the calibrated rehearsal only.
+        """
+        calibrated = given.get("rehearsal") in (None, "calibrated")
+        own = self.tuned.settings if self.tuned is not None and calibrated else {}
+        return InfiniGenConfig.from_dict({**own, **given})
 
     def check_model(self, adapter: Adapter) -> None:
         """Raise `CalibrationError` unless this calibration was made for the adapter's model."""
@@ -74,31 +93,45 @@ class Calibration:
                 raise CalibrationError(
                     f"the calibration lacks layer {spec.index}: calibrate this model again"
                 )
+        if self.tuned is not None and len(self.tuned.alpha) != len(adapter.layers):
+            raise CalibrationError(
+                f"the calibration's tuned settings are for {len(self.tuned.alpha)} layers, and the "
+                f"model has {len(adapter.layers)}: tune this model again"
+            )
 
     def save(self, folder: str | Path) -> Path:
         """Write the artefact into ``folder``, replacing one there; nothing half-written remains."""
         folder = Path(folder)
         check_target(folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        payload = save_tensors(self._tensors())
-        header = {
+        header: dict[str, Any] = {
             "format": FORMAT,
             "fingerprint": dict(self.fingerprint),
             "settings": dict(self.settings),
             "report": dict(self.report),
-            "tensors_sha256": sha256(payload).hexdigest(),
+            **({} if self.tuned is None else {"tuned": self.tuned.to_dict()}),
         }
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
             staged = Path(scratch) / "new"
             staged.mkdir(mode=0o700)
-            (staged / TENSORS).write_bytes(payload)
+            with Stages(device("cpu")) as stages, stages.stage("saving"):
+                payload = save_tensors(self._tensors())
+                (staged / TENSORS).write_bytes(payload)
+                header["tensors_sha256"] = sha256(payload).hexdigest()
+            header["cost"] = {**self.cost, **stages.to_dict()} if self.cost else {}
             (staged / HEADER).write_text(json.dumps(header, indent=1) + "\n", encoding="utf-8")
             _swap(staged, folder, aside=Path(scratch) / "old")
         return folder
 
     @classmethod
-    def load(cls, folder: str | Path) -> Calibration:
-        """Read an artefact; `CalibrationError` if it is missing, damaged or of another format."""
+    def load(cls, folder: str | Path, *, with_tuned: bool = True) -> Calibration:
+        """Read an artefact, on request without what was tuned, whatever state that is in.
+
+        Raises
+        ------
+        CalibrationError
+            If it is missing, damaged or of another format.
+        """
         folder = Path(folder)
         header = _read_header(folder / HEADER)
         try:
@@ -113,7 +146,15 @@ class Calibration:
             tensors = load_tensors(payload)
         except SafetensorError as error:
             raise CalibrationError(f"{folder / TENSORS} is not safetensors: {error}") from error
-        return cls(header["fingerprint"], header["settings"], _layers(tensors), header["report"])
+        tuned = header.get("tuned") if with_tuned else None
+        return cls(
+            header["fingerprint"],
+            header["settings"],
+            _layers(tensors),
+            header["report"],
+            None if tuned is None else Tuned.from_dict(tuned),
+            header["cost"],
+        )
 
     def _tensors(self) -> dict[str, Tensor]:
         return {
@@ -121,6 +162,12 @@ class Calibration:
             for index, layer in self.layers.items()
             for name in ("down", "up", "skew")
         }
+
+
+def calibration_digest(calibration: Calibration) -> str:
+    """Short name of what results depend on: how it was made, and what was tuned."""
+    tuned = calibration.tuned
+    return digest([dict(calibration.settings), None if tuned is None else tuned.settings])
 
 
 def check_target(folder: Path) -> None:
@@ -149,7 +196,7 @@ def _read_header(path: Path) -> dict[str, Any]:
     missing = [name for name in needed if name not in header]
     if missing:
         raise CalibrationError(f"{path} lacks {missing[0]!r}: calibrate again")
-    for name in ("fingerprint", "settings", "report"):
+    for name in ("fingerprint", "settings", "report", "cost"):
         if not isinstance(header.setdefault(name, {}), dict):
             raise CalibrationError(f"{path} is damaged: {name!r} is no object; calibrate again")
     for layer, fit in header["report"].items():
@@ -157,12 +204,22 @@ def _read_header(path: Path) -> dict[str, Any]:
             raise CalibrationError(
                 f"{path} is damaged: its report on {layer!r} is not a layer's; calibrate again"
             )
+    if not all(_is_cost(stage) for stage in header["cost"].values()):
+        raise CalibrationError(f"{path} is damaged: its cost is no numbers; calibrate again")
     return header
 
 
+def _is_cost(value: object) -> bool:
+    numbers = value if isinstance(value, dict) else {}
+    return all(_is_number(numbers.get(name)) for name in ("seconds", "peak_bytes"))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def _is_fit(value: object) -> bool:
-    share = value.get("unexplained") if isinstance(value, dict) else None
-    return isinstance(share, (int, float)) and not isinstance(share, bool)
+    return _is_number(value.get("unexplained") if isinstance(value, dict) else None)
 
 
 def _layers(tensors: dict[str, Tensor]) -> dict[int, LayerCalibration]:

@@ -16,6 +16,7 @@ from infinigen_kv.adapters import adapter_for
 from infinigen_kv.adapters.base import Adapter
 from infinigen_kv.calibration.artefact import Calibration, LayerCalibration, remove
 from infinigen_kv.calibration.collect import Collector, LayerSums
+from infinigen_kv.calibration.cost import Stages
 from infinigen_kv.calibration.fingerprint import digest, model_fingerprint, text_hash
 from infinigen_kv.errors import CalibrationError, InfiniGenError, InputError
 from infinigen_kv.paths import cache_dir
@@ -66,7 +67,8 @@ def calibrate(
     -------
     Calibration
         Its ``report`` holds per layer ``unexplained``: the share of the query's power that the
-        prediction misses, with the correction and (``own_weights``) without.
+        prediction misses, with the correction and (``own_weights``) without. Its ``cost`` holds
+        seconds and memory of collecting, fitting and skew.
 
     Raises
     ------
@@ -86,13 +88,16 @@ def calibrate(
     folder = cached_folder(fingerprint, settings)
     if use_cache and (found := _cached(folder)) is not None:
         return found
-    windows = _windows(tokenizer, sample, tokens, settings["window"])
-    sums = _collect(model, adapter, windows, progress)
     layers = {}
     report = {}
-    for index in list(sums):
-        layers[index], report[str(index)] = _fit(adapter, index, sums.pop(index), rank)
-    made = Calibration(fingerprint, settings, layers, report)
+    with Stages(model.device) as stages:
+        with stages.stage("collecting"):
+            windows = _windows(tokenizer, sample, tokens, settings["window"])
+            sums = _collect(model, adapter, windows, progress)
+        for index in list(sums):
+            mine = sums.pop(index)
+            layers[index], report[str(index)] = _fit(adapter, index, mine, rank, stages)
+    made = Calibration(fingerprint, settings, layers, report, cost=stages.to_dict())
     if use_cache:
         try:
             made.save(folder)
@@ -185,7 +190,7 @@ def _evaluating(model: PreTrainedModel) -> Iterator[None]:
 
 @torch.no_grad()
 def _fit(
-    adapter: Adapter, index: int, sums: LayerSums, rank: int
+    adapter: Adapter, index: int, sums: LayerSums, rank: int, stages: Stages
 ) -> tuple[LayerCalibration, dict[str, float]]:
     weight, bias = adapter.query_weight(index)
     weight = weight.detach().cpu()
@@ -197,16 +202,19 @@ def _fit(
             "calibrated; check the model's weights and dtype (float16 may overflow where bfloat16 "
             "does not)"
         )
-    down, up = fit_correction(sums.input_moment, sums.cross_moment, weight, bias, rank)
-    own = torch.zeros(sums.cross_moment.shape, dtype=torch.float64)
-    own[:-1] = weight.double().mT
-    if bias is not None:
-        own[-1] = bias.double()
-    report = {
-        "unexplained": _unexplained(sums, own + down.double() @ up.double()),
-        "own_weights": _unexplained(sums, own),
-    }
-    return LayerCalibration(down, up, skew_matrix(sums.query_moment)), report
+    with stages.stage("fitting"):
+        down, up = fit_correction(sums.input_moment, sums.cross_moment, weight, bias, rank)
+        own = torch.zeros(sums.cross_moment.shape, dtype=torch.float64)
+        own[:-1] = weight.double().mT
+        if bias is not None:
+            own[-1] = bias.double()
+        report = {
+            "unexplained": _unexplained(sums, own + down.double() @ up.double()),
+            "own_weights": _unexplained(sums, own),
+        }
+    with stages.stage("skew"):
+        skew = skew_matrix(sums.query_moment)
+    return LayerCalibration(down, up, skew), report
 
 
 def _unexplained(sums: LayerSums, mapping: Tensor) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infinigen_kv.cli.options import ModelOptions, parse_dtype
+from infinigen_kv.cli.options import ModelOptions, SelectionOptions, parse_dtype
 from infinigen_kv.cli.output import say, waiting
 from infinigen_kv.progress import bar
 
@@ -29,13 +29,13 @@ def load(options: ModelOptions) -> LoadedModel:
         )
 
 
-def read_calibration(folder: Path | None) -> Calibration | None:
+def read_calibration(folder: Path | None, *, with_tuned: bool = True) -> Calibration | None:
     """The artefact that ``--calibration`` names, read before the model is loaded."""
     if folder is None:
         return None
     from infinigen_kv.calibration import Calibration
 
-    return Calibration.load(folder)
+    return Calibration.load(folder, with_tuned=with_tuned)
 
 
 def calibrated(loaded: LoadedModel, given: Calibration | None) -> Calibration:
@@ -46,6 +46,14 @@ def calibrated(loaded: LoadedModel, given: Calibration | None) -> Calibration:
 
     say("calibrating, unless that was done before ...")
     return calibrate(loaded.model, loaded.tokenizer, progress=bar)
+
+
+def selected_config(selection: SelectionOptions, made: Calibration) -> InfiniGenConfig:
+    """The settings as typed; what was tuned for the model for the others, which is said."""
+    config = selection.config(made)
+    if made.tuned is not None and config.alpha == made.tuned.alpha:
+        say(f"using the settings tuned for this model (KL {made.tuned.target_kl:g})")
+    return config
 
 
 def check_fit(

@@ -18,6 +18,8 @@ from infinigen_kv.errors import InputError
 if TYPE_CHECKING:
     import torch
 
+    from infinigen_kv.calibration import Calibration
+
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -157,15 +159,20 @@ class SelectionOptions:
         """Names of the options that were typed."""
         return [_typed(name) for name, value in asdict(self).items() if value is not None]
 
-    def config(self) -> InfiniGenConfig:
-        """Validated settings; errors name the option as it was typed."""
+    def config(self, calibration: Calibration | None = None) -> InfiniGenConfig:
+        """Validated settings; errors name the option as it was typed.
+
+        What was tuned for the model (`tuning.tune`) stands for options that were not given.
+        """
         values = {
             _FIELDS.get(name, name): value
             for name, value in asdict(self).items()
             if name != "calibration" and value is not None
         }
         try:
-            return InfiniGenConfig(**values)
+            return (
+                InfiniGenConfig(**values) if calibration is None else calibration.config(**values)
+            )
         except InputError as error:
             field, _, rest = str(error).partition("=")
             options = {_FIELDS.get(name, name): _typed(name) for name in asdict(self)}

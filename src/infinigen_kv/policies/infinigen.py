@@ -34,6 +34,8 @@ class RehearsalLayer:
     """``(H_kv, D, D)`` for the paper's rehearsal, None for the calibrated one."""
     scaling: float
     softcap: float | None
+    alpha: float
+    """The layer's own, see `InfiniGenConfig`."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RehearsalLayer:
         """The same one: copies of a cache share the model's weights."""
@@ -79,7 +81,7 @@ class InfiniGenPolicy(Policy):
             self._partial_keys,
             _candidates(step, pool),
             scaling=self._layer.scaling,
-            alpha=self._config.alpha,
+            alpha=self._layer.alpha,
             softcap=self._layer.softcap,
         )
 
@@ -121,7 +123,7 @@ class InfiniGenPolicy(Policy):
         query, self._pending_query = self._pending_query, None
         assert query is not None and self._partial_keys is not None
         scores = self._partial_keys.scores(query, self._layer.scaling, self._layer.softcap)
-        return choose(scores, step.candidates, self._config.alpha)
+        return choose(scores, step.candidates, self._layer.alpha)
 
     def likely(self, count: int, query: Tensor, keys: Tensor, step: Step) -> Tensor | None:
         """What the prompt's last queries would like best, by their true scores."""

@@ -20,9 +20,9 @@ class PolicySettings:
         Largest share of a row's cached tokens that a step attends to, in (0, 1]. For `paging` the
         share of the cache that may be on the device.
     history
-        Scissorhands: queries whose attention counts (its published setting).
+        Scissorhands: queries whose attention counts.
     recent
-        Scissorhands: newest tokens that are never dropped (its published setting).
+        Scissorhands: newest tokens that are never dropped.
     sinks
         StreamingLLM: oldest tokens that every step attends to (its published setting).
     page_tokens

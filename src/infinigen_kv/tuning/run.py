@@ -1,0 +1,104 @@
+"""`tune`: a wanted KL in, settings out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from infinigen_kv.adapters import adapter_for
+from infinigen_kv.calibration import Calibration
+from infinigen_kv.calibration.tuned import Tuned
+from infinigen_kv.errors import InputError
+from infinigen_kv.progress import Progress, no_progress
+from infinigen_kv.texts import calibration_texts
+from infinigen_kv.tuning.options import TuneOptions
+from infinigen_kv.tuning.search import Search, report
+from infinigen_kv.tuning.trial import Trials
+from infinigen_kv.tuning.windows import Window, split_windows
+
+
+def tune(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    calibration: Calibration,
+    options: TuneOptions | None = None,
+    texts: Sequence[str] | None = None,
+    *,
+    progress: Progress = no_progress,
+) -> Calibration:
+    """Find the alpha of every layer so that a wanted KL costs the fewest bytes over the link.
+
+    Each layer's part of the KL comes from gradients (`HarmMeter`), what it moves from the engine's
+    own steps at a few single alphas. The alphas that these curves propose are tried, the curves'
+    promise corrected by what comes out, and the last ones checked on text held back.
+
+    Parameters
+    ----------
+    model, tokenizer
+        Not attached. Not changed.
+    calibration
+        Of that model.
+    texts
+        None for those that models are calibrated on, which evaluations do not use.
+    progress
+        Wraps the list of what is to be done.
+
+    Returns
+    -------
+    Calibration
+        The same one with ``tuned`` settings, whose ``measured`` says what they cost.
+
+    Raises
+    ------
+    InputError
+        If the text or the model's positions are too few, or no layer selects.
+    CalibrationError
+        If the calibration belongs to another model.
+    """
+    wanted = options or TuneOptions()
+    plain = replace(calibration, tuned=None)
+    plain.check_model(adapter_for(model))
+    windows, held_back = _windows(model, tokenizer, wanted, texts)
+    search = Search(model, plain, wanted, windows)
+    for task in progress(search.tasks, "tuning"):
+        task()
+    alpha = search.best.alpha
+    checked = Trials(model, plain, held_back, wanted.storage).measure(wanted.config(alpha))
+    tuned = Tuned(
+        alpha=alpha,
+        max_fetch=wanted.max_fetch,
+        partial_ratio=wanted.config().partial_ratio,
+        target_kl=float(wanted.target_kl),
+        measured=report(search, checked),
+    )
+    return replace(calibration, tuned=tuned)
+
+
+def check_positions(model: PreTrainedModel, wanted: TuneOptions) -> None:
+    """Raise `InputError` if a window is longer than the model's positions."""
+    positions = adapter_for(model).max_positions
+    tokens = wanted.prompt_tokens + wanted.decode_tokens
+    if positions is not None and tokens > positions:
+        raise InputError(
+            f"windows of {tokens} tokens ({wanted.prompt_tokens} and {wanted.decode_tokens}) are "
+            f"longer than the model's {positions} positions: choose fewer prompt tokens"
+        )
+
+
+def _windows(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    wanted: TuneOptions,
+    texts: Sequence[str] | None,
+) -> tuple[list[Window], list[Window]]:
+    check_positions(model, wanted)
+    return split_windows(
+        tokenizer,
+        calibration_texts() if texts is None else texts,
+        prompt_tokens=wanted.prompt_tokens,
+        decode_tokens=wanted.decode_tokens,
+        count=wanted.windows,
+        device=model.device,
+    )

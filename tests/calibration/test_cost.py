@@ -1,0 +1,56 @@
+"""What a calibration cost, and when it has paid off."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+import torch
+
+from infinigen_kv.calibration import cost
+from infinigen_kv.calibration.cost import Stages, break_even_tokens, total_seconds
+
+CPU = torch.device("cpu")
+
+
+def test_stages_add_up_and_know_their_peaks() -> None:
+    size = 64 * 2**20
+    started = time.perf_counter()
+    with Stages(CPU) as stages:
+        with stages.stage("first"):
+            big = torch.ones(size, dtype=torch.uint8)
+            time.sleep(20 * cost.INTERVAL)
+            del big
+        for _ in range(2):
+            with stages.stage("second"):
+                time.sleep(0.01)
+        spent = time.perf_counter() - started
+    found = stages.to_dict()
+    assert list(found) == ["first", "second"]
+    assert found["first"]["peak_bytes"] >= 0.9 * size
+    assert found["second"]["peak_bytes"] < 0.5 * size
+    assert found["second"]["seconds"] >= 0.02
+    assert sum(each["seconds"] for each in found.values()) <= spent
+    assert set(found["first"]) == {"seconds", "peak_bytes"}  # without a CUDA device
+
+
+def test_a_stage_that_fails_still_ends_and_leaves_no_thread() -> None:
+    stages = Stages(CPU)
+    with pytest.raises(KeyboardInterrupt), stages, stages.stage("broken"):
+        raise KeyboardInterrupt
+    assert not stages._thread.is_alive()
+    assert list(stages.to_dict()) == ["broken"]
+
+
+def test_when_it_has_paid_off() -> None:
+    # 30 s of calibration, 0.2 s saved a step
+    assert break_even_tokens(30.0, 0.25, 0.05) == pytest.approx(150.0)
+    assert break_even_tokens(30.0, 0.05, 0.05) is None
+    assert break_even_tokens(30.0, 0.05, 0.06) is None
+
+
+def test_all_stages_together() -> None:
+    stages = {"a": {"seconds": 1.5, "peak_bytes": 3}, "b": {"seconds": 2.0, "peak_bytes": 0}}
+    assert total_seconds(stages) == 3.5
+    assert math.isnan(total_seconds({}))
