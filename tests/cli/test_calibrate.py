@@ -29,6 +29,13 @@ def test_artefact_fits_the_model(
     assert found["settings"]["tokens"] == 600
     assert found["layers"].keys() == {"1", "2", "3"}
     assert "with correction" in result.stdout
+    stages = ["collecting", "fitting", "skew", "saving"]
+    assert list(found["cost"]) == stages and found["cost"] == dict(made.cost)
+    assert all(each["seconds"] > 0 for each in found["cost"].values())
+    lines = [line.split() for line in result.stdout.splitlines()]
+    shown = {line[0]: line[1] for line in lines if line and line[0] in (*stages, "all")}
+    total = sum(each["seconds"] for each in found["cost"].values())
+    assert list(shown) == [*stages, "all"] and shown["all"] == f"{total:.2f}"
 
 
 def test_without_output_the_cache_holds_it(

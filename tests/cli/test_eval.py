@@ -130,6 +130,11 @@ def test_few_shot_tasks_from_files(run: Run, words: tuple[Any, ...], tmp_path: P
         (("--tasks", "text", "--limit", "0"), "--limit"),
         (("--tasks", "needles", "--lengths", "a,b"), "--lengths 'a,b' is not valid"),
         (("--tasks", "needles", "--lengths", "64"), "--lengths 64 is not valid"),
+        (("--tasks", "text", "--capacities", ","), "--capacities ',' names none"),
+        (("--tasks", "text", "--capacities", "50%,2MiB"), "--capacities '2MiB' is not valid"),
+        (("--tasks", "text", "--capacities", "1"), "--capacities 1 is not valid"),
+        (("--tasks", "text", "--codecs", "none,int2"), "--codecs 'int2' is not valid"),
+        (("--tasks", "text", "--codec", "int8", "--codecs", "none"), "exclude each other"),
         (("--tasks", "text", "--home", "disk"), "--home changes how fast a policy is"),
         (("--tasks", "text", "--link", "emulated:1"), "--link changes how fast"),
         (("--tasks", "text", "--budget", "2"), "--budget '2' is not valid"),
@@ -148,6 +153,8 @@ def test_bad_options_are_refused_before_the_model_is_loaded(
     [
         (("--tasks", "wikitext2"), "needs the test split of wikitext-2-raw-v1"),
         (("--tasks", "ptb", "--data", "none"), "--data none: no such folder"),
+        (("--tasks", "german"), "needs long German texts as UTF-8: put them into a folder as"),
+        (("--tasks", "code", "--data", "."), "code holds no file that ends in"),
         (("--tasks", "passkey", "--data", "."), "passkey_generated.jsonl is missing: fetch"),
         (("--tasks", "text"), "--text FILE"),
         (("--tasks", "text", "--text", "none.txt"), "none.txt: cannot be read"),
@@ -183,3 +190,52 @@ def test_a_folder_that_cannot_be_written(run: Run, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     result = run("eval", "./no-model", "--tasks", "text", "--out", tmp_path / "file")
     assert "cannot be written to" in refusal(result)
+
+
+def test_several_homes_in_one_run(run: Run, words: tuple[Any, ...], tmp_path: Path) -> None:
+    every = (*words, "--tasks", "text", "--policies", "ideal,infinigen", "--limit", 1)
+    homes = ("--capacities", "50%, none", "--codecs", "none,int8", "--resident-layers", "none")
+    out = tmp_path / "out"
+    result = run(*every, *homes, "--out", out, "--json")
+    found = last_json(result)["points"]
+    # the full cache uses nothing of a home, so it is measured once
+    assert [each["policy"] for each in found] == ["ideal", *["infinigen"] * 4]
+    assert len([*out.glob("*.json")]) == 5
+    stores = [each["settings"]["storage"] for each in found]
+    places = [(each["capacity"], each["codec"]) for each in stores]
+    assert places == [(None, "none"), (0.5, "none"), (0.5, "int8"), (None, "none"), (None, "int8")]
+    costs = [each["result"]["costs"] for each in found]
+    assert [each["missed_share"] is None for each in costs] == [True, False, False, True, True]
+    assert 0.0 < costs[1]["missed_share"]["value"] < 1.0
+    assert costs[2]["fetched_bytes"] < costs[1]["fetched_bytes"] < costs[3]["fetched_bytes"]
+    assert costs[0]["fetched_bytes"] == 0.0 and costs[0]["home_bytes"] == 0
+    for label in ("infinigen (50 %, int8)", "KiB", "missed", "the JSON has intervals"):
+        assert label in result.stdout
+    # one of the homes alone is a point of the same settings
+    alone = run(*every, "--codec", "int8", "--resident-layers", "none", "--out", out, "--json")
+    assert last_json(alone)["points"][1] == found[4]
+    assert len([*out.glob("*.json")]) == 5
+
+
+@needs_harness
+def test_the_mean_over_few_shot_tasks(run: Run, words: tuple[Any, ...], tmp_path: Path) -> None:
+    folder(tmp_path, "rte", RECORDS["rte"])
+    data = folder(tmp_path, "copa", RECORDS["copa"])
+    extra = ("--data", data, "--shots", 1, "--exact-prefix", 40, "--policies", "ideal,infinigen")
+    result = run(*words, "--tasks", "rte,copa", *extra, "--json")
+    found = last_json(result)
+    assert [each["policy"] for each in found["means"]] == ["ideal", "infinigen"]
+    mean = found["means"][1]
+    ours = [each["result"] for each in found["points"] if each["policy"] == "infinigen"]
+    values = [each["metrics"]["acc"]["value"] for each in ours]
+    assert mean["accuracy"]["value"] == pytest.approx(sum(values) / 2)
+    apart = [each["differences"]["acc"]["value"] for each in ours]
+    assert mean["difference"]["value"] == pytest.approx(sum(apart) / 2)
+    assert (mean["tasks"], mean["documents"]) == (["rte", "copa"], 4)
+    assert "mean of rte, copa" in result.stdout
+
+
+def test_the_calibrations_cost_is_in_the_json(run: Run, words: tuple[Any, ...]) -> None:
+    found = last_json(run(*words, "--tasks", "text", "--policies", "infinigen", "--json"))
+    assert {"collecting", "fitting", "skew", "saving"} == found["calibration_cost"].keys()
+    assert found["means"] == []

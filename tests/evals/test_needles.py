@@ -12,6 +12,7 @@ from calibrating import selecting
 from command_line import CHARACTERS, tokenizer
 from infinigen_kv import Calibration, StorageConfig
 from infinigen_kv.errors import InputError
+from infinigen_kv.evals import reading
 from infinigen_kv.evals.extraction import FORMS, ExtractionTask
 from infinigen_kv.evals.needles import DEPTHS, NeedlesTask
 from infinigen_kv.evals.registry import make_task
@@ -82,6 +83,28 @@ def test_every_answer_is_asked_for(name: str, tmp_path: Path, calibration: Calib
     assert full.result.fetched_share == 1.0 and 0.0 < ours.result.fetched_share < 0.31
     fields = list(ours.result.by_field)
     assert len(fields) == (0 if name == "needles" else 6)
+    assert len(ours.result.by_turn) == ours.result.asked
+
+
+@pytest.mark.parametrize("policy", ["ideal", "infinigen"])
+def test_all_questions_are_asked_of_a_cache_that_was_built_once(
+    policy: str, tmp_path: Path, calibration: Calibration, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make("needles", tmp_path, lengths=(800,), repeats=2)
+    assert isinstance(made, NeedlesTask)
+    read: list[int] = []
+    prefill = reading.prefill
+
+    def counting(session: Any, cache: Any, ids: Any) -> Any:
+        read.append(ids.shape[1])
+        return prefill(session, cache, ids)
+
+    monkeypatch.setattr(reading, "prefill", counting)
+    model = llama(max_position_embeddings=2048)
+    subject = Subject(model, calibration, selecting(), StorageConfig())
+    (point,) = evaluate(subject, made, [policy])
+    assert read == [len(each.context) for each in made._haystacks] == [800, 800]
+    assert isinstance(point.result, Retrieval) and point.result.asked == 2 * len(DEPTHS)
 
 
 def test_forms_are_the_lists_entries_in_the_lists_form(tmp_path: Path) -> None:

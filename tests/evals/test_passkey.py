@@ -100,10 +100,17 @@ def test_what_is_read_in_full_and_what_in_steps(
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
-    [({"depth": ...}, "line 2: no field 'depth'"), ({"answer": ...}, "line 2: no field 'answer'")],
+    [
+        ({"depth": ...}, "line 2: no field 'depth'"),
+        ({"answer": ...}, "line 2: no field 'answer'"),
+        ({"depth": "0.5"}, "line 2: depth='0.5' is not valid: it must be a number"),
+        ({"target_len": None}, "line 2: target_len=None is not valid: it must be a number"),
+        ({"answer": 12345}, "line 2: answer=12345 is not valid: it must be a text"),
+        ({"answer": ""}, "line 2: answer is empty: it must be a text"),
+    ],
 )
 def test_bad_records(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
-    bad = {name: value for name, value in record(2).items() if name not in changes}
+    bad = {name: value for name, value in record(2, **changes).items() if value is not ...}
     with pytest.raises(InputError, match=reason):
         make(folder(tmp_path, record(2), bad))
 

@@ -96,6 +96,9 @@ def test_answers_are_counted_by_length_depth_and_field() -> None:
         Cell(1024, 0.0, 1, 1), Cell(1024, 0.25, 2, 1), Cell(1024, 1.0, 1, 1), Cell(2048, 0.5, 1, 0),
     )  # fmt: skip
     assert found.by_field == {"a": pytest.approx(2 / 3), "b": 0.5}
+    assert found.by_turn == (pytest.approx(2 / 3), 0.0, 1.0)
+    assert found.headline()["first, last turn"] == "66.7 %, 100.0 %"
+    assert summarise_answers(samples[1:], None, too_long=0).by_turn == ()
     assert found.log_probability == pytest.approx(-1.6)
     assert found.fetched_share == pytest.approx(0.1)
     assert math.isnan(found.fetched_share_all_layers)

@@ -79,10 +79,14 @@ def test_names_with_odd_characters_make_files(tmp_path: Path) -> None:
     assert (tmp_path / key.file_name).is_file()
 
 
-def test_without_a_folder_nothing_is_kept() -> None:
+def test_without_a_folder_points_are_kept_in_memory() -> None:
     store = PointStore(None)
-    store.keep(KEY, SAMPLES)
     assert store.samples(KEY) == []
+    samples = list(SAMPLES)
+    store.keep(KEY, samples)
+    samples.append({"loss": []})
+    assert store.samples(KEY) == SAMPLES
+    assert PointStore(None).samples(KEY) == []
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:

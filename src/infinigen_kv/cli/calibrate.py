@@ -16,6 +16,8 @@ from infinigen_kv.progress import bar
 if TYPE_CHECKING:
     from infinigen_kv.calibration import Calibration
 
+MIB = 2**20
+
 
 def calibrate(
     *,
@@ -58,7 +60,8 @@ def calibrate(
 
     made = fit(loaded.model, loaded.tokenizer, texts, tokens=tokens or DEFAULT_TOKENS, progress=bar)
     folder = made.save(output) if output else cached_folder(made.fingerprint, made.settings)
-    _print_report(made, folder)
+    cost = _cost(made, folder)
+    _print_report(made, cost, folder)
     if json:
         print_json(
             {
@@ -66,6 +69,7 @@ def calibrate(
                 "artefact": str(folder),
                 "settings": dict(made.settings),
                 "layers": dict(made.report),
+                "cost": cost,
             }
         )
 
@@ -76,7 +80,18 @@ def _check_output(folder: Path) -> None:
     check_target(folder)
 
 
-def _print_report(made: Calibration, folder: Path) -> None:
+def _cost(made: Calibration, folder: Path) -> dict[str, dict[str, float]]:
+    """That of the artefact, which knows what saving took; `made`'s own where it was not kept."""
+    from infinigen_kv.calibration import Calibration
+    from infinigen_kv.errors import CalibrationError
+
+    try:
+        return dict(Calibration.load(folder).cost)
+    except CalibrationError:
+        return dict(made.cost)
+
+
+def _print_report(made: Calibration, cost: dict[str, dict[str, float]], folder: Path) -> None:
     rows = [
         [layer, percent(values["own_weights"]), percent(values["unexplained"])]
         for layer, values in made.report.items()
@@ -86,4 +101,18 @@ def _print_report(made: Calibration, folder: Path) -> None:
         ["layer", "own weights", "with correction"],
         rows,
     )
+    if cost:
+        _print_cost(cost)
     typer.echo(f"artefact: {folder}")
+
+
+def _print_cost(cost: dict[str, dict[str, float]]) -> None:
+    rows = [
+        [stage, f"{each['seconds']:.2f}", f"{each['peak_bytes'] / MIB:.1f}"]
+        for stage, each in cost.items()
+    ]
+    total = sum(each["seconds"] for each in cost.values())
+    most = max(each["peak_bytes"] for each in cost.values())
+    rows.append(["all", f"{total:.2f}", f"{most / MIB:.1f}"])
+    columns = ["stage", "seconds", "MiB beyond the start"]
+    table("what calibrating took when it was done", columns, rows)

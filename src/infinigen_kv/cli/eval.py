@@ -4,27 +4,36 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from infinigen_kv.cli.bench import parse_budget
-from infinigen_kv.cli.loading import calibrated, check_fit, load, read_calibration
+from infinigen_kv.cli.eval_report import distinct, print_averages, print_points
+from infinigen_kv.cli.eval_tasks import (
+    FEW_SHOT,
+    FEW_SHOT_TASKS,
+    LENGTHS,
+    POLICIES,
+    check_suits,
+    make_tasks,
+    parse_lengths,
+    parse_names,
+    task_options,
+)
+from infinigen_kv.cli.loading import calibrated, check_fit, load, read_calibration, selected_config
 from infinigen_kv.cli.options import JsonOption, ModelOptions, SelectionOptions
-from infinigen_kv.cli.output import print_json, say, table
+from infinigen_kv.cli.output import print_json
 from infinigen_kv.cli.storage_options import StorageOptions, storage_record
+from infinigen_kv.cli.sweep import homes
 from infinigen_kv.errors import InputError
 from infinigen_kv.progress import bar
 
 if TYPE_CHECKING:
     from infinigen_kv.evals.run import Point, Subject
-    from infinigen_kv.evals.task import Task, TaskOptions
+    from infinigen_kv.evals.store import PointStore
+    from infinigen_kv.evals.task import Task
     from infinigen_kv.storage import StorageConfig
-
-POLICIES = "ideal,infinigen-paper,infinigen"
-FEW_SHOT = "fewshot"
-FEW_SHOT_TASKS = ("copa", "openbookqa", "winogrande", "piqa", "rte")
-LENGTHS = "1024,2048,4096"
 
 
 def evaluate(
@@ -34,9 +43,10 @@ def evaluate(
         typer.Option(
             "--tasks",
             metavar="LIST",
-            help="wikitext2, ptb, text, passkey, needles, extraction, speculation, copa, "
-            f"openbookqa, winogrande, piqa, rte ({FEW_SHOT}: these five), or lm-eval:NAME for any "
-            "other task of lm-evaluation-harness; separated by commas.",
+            help="wikitext2, ptb, code, german, text, passkey, needles, extraction, speculation, "
+            "similarity, attention, sparsity, skew, "
+            f"copa, openbookqa, winogrande, piqa, rte ({FEW_SHOT}: these five), or lm-eval:NAME "
+            "for any other task of lm-evaluation-harness; separated by commas.",
             show_default=False,
         ),
     ],
@@ -65,6 +75,26 @@ def evaluate(
             metavar="SHARE",
             help="Share of the cached tokens for the policies with a fixed budget, e.g. 10% or "
             "0.1. [default: 20%]",
+            show_default=False,
+        ),
+    ] = None,
+    capacities: Annotated[
+        str | None,
+        typer.Option(
+            "--capacities",
+            metavar="LIST",
+            help="Several of --capacity, e.g. 10%,50%,none, each measured on its own; with "
+            "--codecs every one with each codec.",
+            show_default=False,
+        ),
+    ] = None,
+    codecs: Annotated[
+        str | None,
+        typer.Option(
+            "--codecs",
+            metavar="LIST",
+            help="Several of --codec, e.g. none,int8,int4. Add --resident-layers none to compare "
+            "them in the same layers.",
             show_default=False,
         ),
     ] = None,
@@ -115,14 +145,16 @@ def evaluate(
         typer.Option(
             "--text",
             metavar="FILE",
-            help="Text of the tasks text, needles and speculation.",
+            help="Text of the tasks text, needles and those that look into the model.",
             show_default=False,
         ),
     ] = None,
     lengths: Annotated[
         str,
         typer.Option(
-            "--lengths", metavar="LIST", help="Needles and extraction: tokens of the contexts."
+            "--lengths",
+            metavar="LIST",
+            help="Needles, extraction, sparsity: tokens of the contexts.",
         ),
     ] = LENGTHS,
     repeats: Annotated[
@@ -162,14 +194,15 @@ def evaluate(
     """Measure how good a model stays under several policies: perplexity, retrieval, few-shot tasks,
     and the speculation itself.
     """
-    task_names, policy_names = _names(tasks, policies)
-    config, where = selection.config(), _check_storage(storage)
+    task_names, policy_names = parse_names(tasks, policies)
+    config = selection.config()
+    places = _check_storage(storage, capacities, codecs)
     share = parse_budget(budget)
-    options = _task_options(
+    options = task_options(
         window=window,
         prompt_tokens=prompt_tokens,
         text=text,
-        lengths=_lengths(lengths),
+        lengths=parse_lengths(lengths),
         repeats=repeats,
         asked_later=ask_later,
         shots=shots,
@@ -183,110 +216,62 @@ def evaluate(
     given = read_calibration(selection.calibration)
     loaded = load(target)
     check_fit(loaded, given, config, 1)
-    made_tasks = _make_tasks(task_names, loaded, data, options)
+    made_tasks = make_tasks(task_names, loaded, data, options)
     for task in made_tasks:
-        _check_suits(task, policy_names)
+        check_suits(task, policy_names)
     made = calibrated(loaded, given)
-    subject = Subject(loaded.model, made, config, where, share)
+    config = selected_config(selection, made)
+    subjects = [Subject(loaded.model, made, config, each, share) for each in places]
     points = [
         point
         for task in made_tasks
-        for point in _evaluate(subject, task, policy_names, limit=limit, store=store)
+        for point in _evaluate(subjects, task, policy_names, limit=limit, store=store)
     ]
+    several = len(places) > 1
+    few_shot = [point for point in points if point.task in FEW_SHOT_TASKS]
+    means = print_averages(few_shot, several_homes=several)
     if json:
-        settings = {"config": asdict(config), "storage": storage_record(where), "budget": share}
         print_json(
             {
                 "model": target.model,
                 "dtype": str(loaded.model.dtype).removeprefix("torch."),
-                **settings,
+                "config": asdict(config),
+                "storage": storage_record(storage.config()),
+                "budget": share,
+                "calibration_cost": dict(made.cost),
                 "points": [point.to_dict() for point in points],
+                "means": means,
             }
         )
 
 
-def _names(tasks: str, policies: str) -> tuple[list[str], list[str]]:
-    """Tasks and policies by name, each checked, none twice."""
-    from infinigen_kv.evals.registry import check_task
-    from infinigen_kv.policies.registry import check_policy
-
-    wanted = [name.strip() for name in tasks.split(",") if name.strip()]
-    if not wanted:
-        raise InputError(f"--tasks {tasks!r} names none")
-    expanded: list[str] = []
-    for name in wanted:
-        expanded += FEW_SHOT_TASKS if name == FEW_SHOT else [check_task(name)]
-    names = [check_policy(name.strip()) for name in policies.split(",") if name.strip()]
-    if not names:
-        raise InputError(f"--policies {policies!r} names none: the default is {POLICIES}")
-    return list(dict.fromkeys(expanded)), list(dict.fromkeys(names))
-
-
-def _check_storage(storage: StorageOptions) -> StorageConfig:
+def _check_storage(
+    storage: StorageOptions, capacities: str | None, codecs: str | None
+) -> list[StorageConfig]:
     useless = [name for name in storage.given() if name in ("--home", "--home-dir", "--link")]
     if useless:
         raise InputError(
             f"{useless[0]} changes how fast a policy is and not what it computes: leave it out"
         )
-    return storage.config()
+    return homes(storage, capacities, codecs)
 
 
-def _task_options(**values: Any) -> TaskOptions:
-    from infinigen_kv.evals.task import TaskOptions
-
-    try:
-        return TaskOptions(**values)
-    except InputError as error:
-        field, _, rest = str(error).partition("=")
-        raise InputError(f"--{field.replace('_', '-')} {rest}") from error
-
-
-def _lengths(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(",") if part.strip())
-    except ValueError as error:
-        raise InputError(
-            f"--lengths {text!r} is not valid: it must be numbers of tokens like {LENGTHS}"
-        ) from error
-
-
-def _make_tasks(
-    names: list[str], loaded: Any, data: Path | None, options: TaskOptions
-) -> list[Task]:
-    from infinigen_kv.evals.registry import make_task
-    from infinigen_kv.evals.task import Inputs
-
-    if data is not None and not data.is_dir():
-        raise InputError(f"--data {data}: no such folder")
-    positions = getattr(loaded.model.config, "max_position_embeddings", None)
-    inputs = Inputs(loaded.tokenizer, positions, data, options)
-    return [make_task(name, inputs) for name in names]
-
-
-def _check_suits(task: Task, policies: list[str]) -> None:
-    """Say which policies a task leaves out; `InputError` where it leaves out all."""
-    others = [name for name in policies if not task.suits(name)]
-    if len(others) == len(policies):
-        raise InputError(f"task {task.name!r} suits none of the policies {', '.join(policies)}")
-    if others:
-        say(f"task {task.name}: without {', '.join(others)}, which it does not suit")
-
-
-def _evaluate(subject: Subject, task: Task, policies: list[str], **options: Any) -> list[Point]:
-    """One task, and its table at once: the next may take long."""
+def _evaluate(
+    subjects: list[Subject],
+    task: Task,
+    policies: list[str],
+    *,
+    limit: int | None,
+    store: PointStore,
+) -> list[Point]:
+    """One task in all homes, and its table at once: the next may take long."""
     from infinigen_kv.evals.run import evaluate as run
 
-    points = run(subject, task, policies, progress=bar, **options)
-    _print(points)
-    return points
-
-
-def _print(points: list[Point]) -> None:
-    first = points[0]
-    title = f"{first.task}, {first.samples} of {first.available} samples, intervals of 95 %"
-    columns = list(first.result.headline())
-    rows = []
-    for point in points:
-        seconds = f"{point.seconds / point.samples:.1f}"
-        rows.append([point.policy, *point.result.headline().values(), seconds])
-    table(title, ["policy", *columns, "s a sample"], rows)
+    points = [
+        point
+        for subject in subjects
+        for point in run(subject, task, policies, limit=limit, store=store, progress=bar)
+    ]
+    found = distinct(points)
+    print_points(found, several_homes=len(subjects) > 1)
+    return found

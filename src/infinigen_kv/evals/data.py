@@ -32,6 +32,33 @@ def data_file(folder: Path | None, place: str, *, task: str, what: str) -> Path:
     return path
 
 
+def data_files(
+    folder: Path | None, place: str, endings: tuple[str, ...], *, task: str, what: str
+) -> list[Path]:
+    """The files of the data folder's folder ``place`` that end so, in the order of their names.
+
+    ``SOURCE.txt`` and ``README.txt`` say where the others are from, and are left out.
+
+    Raises
+    ------
+    InputError
+        There are none; says ``what`` to fetch and where to put it.
+    """
+    if folder is None:
+        raise InputError(
+            f"task {task!r} needs {what}: put them into a folder as {place}/*{endings[0]}, and "
+            "name the folder with --data DIR"
+        )
+    files = [each for each in sorted((folder / place).glob("*")) if each.suffix in endings]
+    files = [each for each in files if each.is_file() and each.stem not in ("SOURCE", "README")]
+    if not files:
+        raise InputError(
+            f"task {task!r}: {folder / place} holds no file that ends in {', '.join(endings)}: "
+            f"fetch {what} and put them there"
+        )
+    return files
+
+
 def read_lines(path: Path) -> list[str]:
     """Lines of a UTF-8 file without their ends; only a line feed ends a line."""
     return read_utf8(path).removesuffix("\n").split("\n")

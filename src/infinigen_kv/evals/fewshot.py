@@ -5,16 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from infinigen_kv.config import InfiniGenConfig
 from infinigen_kv.evals.data import digest
-from infinigen_kv.evals.harness import installed
+from infinigen_kv.evals.harness import usable
 from infinigen_kv.evals.intervals import Estimate, difference, share
 from infinigen_kv.evals.reading import Reader
-from infinigen_kv.evals.task import Inputs, Result, Sample, Task, fetched, fetched_of, percent
+from infinigen_kv.evals.task import (
+    Costs,
+    Inputs,
+    Result,
+    Sample,
+    Task,
+    costs,
+    fetched,
+    fetched_of,
+    percent,
+)
 
 if TYPE_CHECKING:
     from infinigen_kv.evals.harness.replay import HarnessRun, Metric
@@ -25,7 +35,8 @@ class Accuracy(Result):
     """The harness's figures, with intervals by bootstrap over documents.
 
     ``metrics`` by name, ``differences`` to the full cache on the same documents. Of ``selecting``
-    documents a prompt was long enough for a selection.
+    documents a prompt was long enough for a selection. ``by_document`` are the metrics of each
+    document, ``full_by_document`` those of the full cache; neither is in the JSON.
     """
 
     documents: int
@@ -34,6 +45,15 @@ class Accuracy(Result):
     differences: dict[str, Estimate]
     fetched_share: float
     fetched_share_all_layers: float
+    costs: Costs
+    by_document: dict[str, tuple[float, ...]] = field(default_factory=dict, repr=False)
+    full_by_document: dict[str, tuple[float, ...]] = field(default_factory=dict, repr=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; what is undefined is None."""
+        found = Result.to_dict(self)
+        del found["by_document"], found["full_by_document"]
+        return found
 
     def headline(self) -> dict[str, str]:
         figures = {}
@@ -42,7 +62,12 @@ class Accuracy(Result):
             figures[name] = str(value)
             figures[f"{name} less full"] = "-" if apart is None else str(apart)
         selecting = f"{self.selecting} of {self.documents}"
-        return {**figures, "selecting": selecting, "fetched": percent(self.fetched_share)}
+        return {
+            **figures,
+            "selecting": selecting,
+            "fetched": percent(self.fetched_share),
+            **self.costs.headline(),
+        }
 
 
 class HarnessTask(Task):
@@ -99,13 +124,13 @@ class HarnessTask(Task):
         self, samples: Sequence[Sample], full: Sequence[Sample] | None = None
     ) -> Accuracy:
         mine = self._metrics(samples)
-        differences = {}
-        if full is not None:
-            theirs = self._metrics(full)
-            for name, metric in mine.items():
-                first, second = metric.documents, theirs[name].documents
-                if first is not None and second is not None:
-                    differences[name] = difference(first, second, [1.0] * len(first))
+        theirs = {} if full is None else self._metrics(full)
+        ours, reference = _by_document(mine), _by_document(theirs)
+        differences = {
+            name: difference(values, reference[name], [1.0] * len(values))
+            for name, values in ours.items()
+            if name in reference
+        }
         selecting, all_layers = fetched(samples)
         return Accuracy(
             documents=len(samples),
@@ -114,6 +139,9 @@ class HarnessTask(Task):
             differences=differences,
             fetched_share=selecting,
             fetched_share_all_layers=all_layers,
+            costs=costs(samples),
+            by_document=ours,
+            full_by_document=reference,
         )
 
     def _metrics(self, samples: Sequence[Sample]) -> dict[str, Metric]:
@@ -125,7 +153,7 @@ def local_task(name: str, inputs: Inputs) -> HarnessTask:
     """One of the paper's five tasks: from the data folder, or without one from the hub."""
     if inputs.data is None:
         return harness_task(name, inputs)
-    used = installed()
+    used = usable()
     from infinigen_kv.evals.harness.local import local_config, local_documents
 
     documents = local_documents(name, inputs.data)
@@ -139,7 +167,7 @@ def local_task(name: str, inputs: Inputs) -> HarnessTask:
 
 def harness_task(name: str, inputs: Inputs) -> HarnessTask:
     """A task by the harness's own name; its data comes from the hub."""
-    used = installed()
+    used = usable()
     from infinigen_kv.evals.harness.replay import HarnessRun
 
     options = inputs.options
@@ -157,6 +185,11 @@ def _settings(inputs: Inputs, harness: str, text: str) -> dict[str, Any]:
         "exact_prefix": options.exact_prefix,
         "seed": options.seed,
     }
+
+
+def _by_document(metrics: dict[str, Metric]) -> dict[str, tuple[float, ...]]:
+    """Those that are means over documents."""
+    return {name: each.documents for name, each in metrics.items() if each.documents is not None}
 
 
 def _estimate(metric: Metric) -> Estimate:

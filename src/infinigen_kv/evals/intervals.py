@@ -72,3 +72,28 @@ def difference(
     """(sum of first - sum of second) over the sum of counts, paired sample by sample."""
     rows = list(zip(first, second, counts, strict=True))
     return bootstrap(rows, lambda sums: (sums[..., 0] - sums[..., 1]) / sums[..., 2])
+
+
+def mean_of_means(groups: Sequence[Sequence[float]]) -> Estimate:
+    """Mean over groups of each group's mean, e.g. accuracy over tasks.
+
+    The bootstrap is stratified: each resample draws every group's samples anew from that group, so
+    the groups weigh the same whatever their sizes. With differences of paired samples the interval
+    is that of a paired comparison.
+    """
+    groups = [group for group in groups if len(group)]
+    if not groups:
+        return Estimate(float("nan"), float("nan"), float("nan"))
+    means = [np.asarray(group, dtype=np.float64).mean() for group in groups]
+    value = float(np.mean(means))
+    if all(len(group) == 1 for group in groups):
+        return Estimate(value, float("nan"), float("nan"))
+    generator = np.random.default_rng(SEED)
+    drawn = np.zeros(RESAMPLES)
+    for group in groups:
+        size = len(group)
+        counts = generator.multinomial(size, np.full(size, 1 / size), size=RESAMPLES)
+        drawn += counts @ np.asarray(group, dtype=np.float64) / (size * len(groups))
+    outside = (1 - CONFIDENCE) / 2
+    low, high = np.quantile(drawn, [outside, 1 - outside])
+    return Estimate(value, float(low), float(high))

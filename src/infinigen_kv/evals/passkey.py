@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from infinigen_kv.errors import InputError
-from infinigen_kv.evals.data import data_file, digest, read_jsonl, read_utf8
+from infinigen_kv.evals.data import Record, data_file, digest, read_jsonl, read_utf8
 from infinigen_kv.evals.reading import Reader
 from infinigen_kv.evals.retrieval import Retrieval, ask, summarise_answers, tokens_of
 from infinigen_kv.evals.task import Inputs, Sample, Task, fetched_of
@@ -18,6 +19,8 @@ from infinigen_kv.evals.task import Inputs, Sample, Task, fetched_of
 RECORDS = "passkey/passkey_generated.jsonl"
 TEMPLATE = "passkey/prompt_template.txt"
 FIELDS = ("context", "input", "answer", "target_len", "depth")
+NUMBERS = MappingProxyType({"target_len": (int,), "depth": (int, float)})
+"""Fields that hold no text, and their types."""
 CONTEXT, QUESTION = "{context}", "{input}"
 
 
@@ -87,7 +90,7 @@ def passkey(name: str, inputs: Inputs) -> PasskeyTask:
     before, _, rest = template.partition(CONTEXT)
     after_context, _, after_question = rest.partition(QUESTION)
     prompts, too_long = [], 0
-    records = read_jsonl(path, FIELDS)
+    records = read_jsonl(path, FIELDS, _checked)
     for record in records:
         question = f"{after_context}{record['input']}{after_question.rstrip()}"
         pieces = (
@@ -109,6 +112,18 @@ def passkey(name: str, inputs: Inputs) -> PasskeyTask:
         asked_later=inputs.options.asked_later,
         too_long=too_long,
     )
+
+
+def _checked(record: Record) -> Record:
+    """The record, or `ValueError` where a field is of another kind."""
+    for name in FIELDS:
+        value = record[name]
+        if isinstance(value, bool) or not isinstance(value, NUMBERS.get(name, (str,))):
+            wanted = "a number" if name in NUMBERS else "a text"
+            raise ValueError(f"{name}={value!r} is not valid: it must be {wanted}")
+        if value == "":
+            raise ValueError(f"{name} is empty: it must be a text")
+    return record
 
 
 def _check_template(template: str, path: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,12 +16,22 @@ from infinigen_kv.errors import InputError
 from infinigen_kv.evals.data import data_file, digest, read_lines, read_utf8
 from infinigen_kv.evals.intervals import Array, Estimate, bootstrap, share
 from infinigen_kv.evals.reading import FULL, Reader
-from infinigen_kv.evals.task import Inputs, Result, Sample, Task, fetched, fetched_of, percent
+from infinigen_kv.evals.task import (
+    Costs,
+    Inputs,
+    Result,
+    Sample,
+    Task,
+    costs,
+    fetched,
+    fetched_of,
+    percent,
+)
 from infinigen_kv.session import Session
 
 DEFAULT_WINDOW = 3072
 CHUNK = 256  # decoded tokens (Figure 12)
-ALL_FETCHED = MappingProxyType({"fetched": 1.0, "fetched_all_layers": 1.0})
+ALL_FETCHED = MappingProxyType({"fetched": 1.0, "fetched_all_layers": 1.0})  # also of short texts
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +67,7 @@ class Perplexity(Result):
     top1_same: float
     fetched_share: float
     fetched_share_all_layers: float
+    costs: Costs
     gap_growth: Estimate
     chunks: tuple[ChunkFigures, ...]
 
@@ -68,7 +79,17 @@ class Perplexity(Result):
             "KL": f"{self.kl.value:.4f}",
             "growth": f"{self.gap_growth.value:+.4f}",
             "fetched": percent(self.fetched_share),
+            **self.costs.headline(),
         }
+
+
+class FullRun(NamedTuple):
+    """A window read with the full cache: log-probabilities ``(n, V)`` block by block, and what
+    `fetched_of` says of it.
+    """
+
+    blocks: list[Tensor]
+    fetched: Sample
 
 
 class PerplexityTask(Task):
@@ -115,21 +136,23 @@ class PerplexityTask(Task):
     def __len__(self) -> int:
         return len(self._windows)
 
-    def prepare(self, session: Session, index: int) -> list[Tensor]:
-        """Log-probabilities ``(n, V)`` with the full cache, block by block."""
+    def prepare(self, session: Session, index: int) -> FullRun:
+        """The window with the full cache."""
         prompt, decoded = self._split(index)
-        reading = Reader(session, FULL).start(prompt, room=decoded.numel())
-        return [logits.log_softmax(-1) for logits in reading.blocks(decoded)]
+        reader = Reader(session, FULL)
+        reading = reader.start(prompt, room=decoded.numel())
+        blocks = [logits.log_softmax(-1) for logits in reading.blocks(decoded)]
+        return FullRun(blocks, {**fetched_of(reader), **ALL_FETCHED})
 
-    def measure(self, reader: Reader, index: int, shared: list[Tensor]) -> Sample:
+    def measure(self, reader: Reader, index: int, shared: FullRun) -> Sample:
         prompt, decoded = self._split(index)
         is_full = reader.policy == FULL  # read already, in `prepare`
-        targets = decoded[1:].to(shared[0].device)
-        blocks: Iterable[Tensor] = shared
+        targets = decoded[1:].to(shared.blocks[0].device)
+        blocks: Iterable[Tensor] = shared.blocks
         if not is_full:
             blocks = reader.start(prompt, room=decoded.numel()).blocks(decoded)
         kl, losses, full_losses, same, at = [], [], [], 0, 0
-        for logits, full in zip(blocks, shared, strict=True):
+        for logits, full in zip(blocks, shared.blocks, strict=True):
             ours = logits.log_softmax(-1)
             kl.append((full.exp() * (full - ours)).sum(-1))
             same += int((full.argmax(-1) == ours.argmax(-1)).sum())
@@ -142,7 +165,7 @@ class PerplexityTask(Task):
             "loss": _chunk_sums(losses, decoded.numel()),
             "loss_full": _chunk_sums(full_losses, decoded.numel()),
             "same": same,
-            **(ALL_FETCHED if is_full else fetched_of(reader)),
+            **(shared.fetched if is_full else fetched_of(reader)),
         }
 
     def summarise(
@@ -182,6 +205,7 @@ class PerplexityTask(Task):
             top1_same=sum(each["same"] for each in samples) / (len(samples) * decoded),
             fetched_share=selecting,
             fetched_share_all_layers=all_layers,
+            costs=costs(samples),
             gap_growth=_growth(losses[:, ends], full_losses[:, ends], targets[ends]),
             chunks=chunks,
         )

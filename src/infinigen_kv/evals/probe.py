@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import sdpa_mask
+from transformers import PreTrainedModel
 
 from infinigen_kv.adapters.base import Adapter, LayerSpec
 from infinigen_kv.attention import dense_attention, grouped_scores
@@ -19,9 +17,8 @@ from infinigen_kv.config import InfiniGenConfig
 from infinigen_kv.predict import QueryPredictor
 from infinigen_kv.rehearsal.partial_keys import PartialKeys
 from infinigen_kv.rehearsal.statistics import Magnitudes, Moments
+from infinigen_kv.rerouting import reading_inputs, rerouted
 from infinigen_kv.step import Step
-
-ATTENTION = "infinigen_kv_probe"
 
 See = Callable[[int, Tensor, Tensor, Tensor], None]
 """``(layer, hidden, query, keys)``: what the previous layer's attention read ``(1, N, M)``, and the
@@ -29,46 +26,41 @@ layer's own queries ``(1, H, N, D)`` and keys ``(1, H_kv, N, D)`` after RoPE."""
 
 
 @contextmanager
+def seeing_attention(
+    model: PreTrainedModel, see: Callable[[int, Tensor, Tensor], None]
+) -> Iterator[None]:
+    """Inside the block the model attends in full, and ``see`` is called for every layer with its
+    queries ``(1, H, N, D)`` and keys ``(1, H_kv, N, D)`` after RoPE. The model may be attached.
+    """
+
+    def attend(
+        layer: int,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor | None,
+        scaling: float,
+        softcap: float | None,
+    ) -> Tensor:
+        see(layer, query, keys)
+        return dense_attention(query, keys, values, scaling=scaling, softcap=softcap, mask=mask)
+
+    with rerouted(model, attend):
+        yield
+
+
+@contextmanager
 def watching(model: PreTrainedModel, adapter: Adapter, see: See) -> Iterator[None]:
-    """Inside the block the model attends in full, and ``see`` is called for every layer but the
-    first. Works on an attached model too.
+    """As `seeing_attention`, with what the previous layer's attention read, and so without the
+    first layer.
     """
     inputs: dict[int, Tensor] = {}
 
-    def attend(
-        module: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        scaling: float | None = None,
-        softcap: float | None = None,
-        **unused: Any,
-    ) -> tuple[Tensor, None]:
-        index = int(module.layer_idx)
-        if index > 0:
-            see(index, inputs.pop(index - 1), query, key)
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        output = dense_attention(
-            query, key, value, scaling=scale, softcap=softcap, mask=attention_mask
-        )
-        return output, None
+    def look(layer: int, query: Tensor, keys: Tensor) -> None:
+        if layer > 0:
+            see(layer, inputs.pop(layer - 1), query, keys)
 
-    def keep(spec: LayerSpec) -> Callable[..., None]:
-        def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            inputs[spec.index] = adapter.attention_input(args, kwargs)
-
-        return hook
-
-    AttentionInterface.register(ATTENTION, attend)
-    AttentionMaskInterface.register(ATTENTION, sdpa_mask)
-    before = model.config._attn_implementation
-    with ExitStack() as undo:
-        undo.callback(model.set_attn_implementation, before)
-        model.set_attn_implementation(ATTENTION)
-        for spec in adapter.layers:
-            handle = spec.module.register_forward_pre_hook(keep(spec), with_kwargs=True)
-            undo.callback(handle.remove)
+    with seeing_attention(model, look), reading_inputs(adapter, inputs.__setitem__):
         yield
 
 

@@ -10,11 +10,14 @@ from torch import Tensor
 
 from infinigen_kv.cache import InfiniGenCache
 from infinigen_kv.calibration import Calibration
+from infinigen_kv.evals.misses import Misses, MissRecorder
+from infinigen_kv.evals.traffic import held_bytes, token_bytes
 from infinigen_kv.generate import forward, prefill
 from infinigen_kv.policies.registry import check_policy
 from infinigen_kv.policies.settings import BUDGET
 from infinigen_kv.recorder import FetchRecorder
 from infinigen_kv.session import Session
+from infinigen_kv.step import Recorder
 
 FULL = "ideal"
 """The policy that others are compared with."""
@@ -51,7 +54,12 @@ class Reader:
         self.policy = check_policy(policy)
         self._budget = budget
         self.recorder = FetchRecorder()
+        self.misses: Misses | None = None
+        """What a limited home had evicted; None where there is no limit."""
+        self.held_bytes = 0, 0
+        """The most that a text's cache held, as `traffic.held_bytes` says."""
         self._selecting: list[int] = []
+        self._token_bytes: dict[int, int] = {}
 
     @torch.no_grad()
     def start(self, prompt: Tensor, *, room: int) -> Reading:
@@ -66,9 +74,17 @@ class Reader:
         self.session.check_length(tokens)
         cache = self.session.new_cache(tokens=tokens, policy=self.policy, budget=self._budget)
         self._selecting = cache.speculated_layers
+        recorder = self._recorder(cache, tokens)
+        cache.recorder = recorder if recorder.needs_keys else None  # others see no prompt
         prompt = prompt.to(self.session.model.device)
         logits = prefill(self.session, cache, prompt[None])
-        return Reading(self, cache, logits[0, -1].float())
+        self._token_bytes = token_bytes(cache, self.session.model.dtype)
+        return Reading(self, cache, logits[0, -1].float(), recorder)
+
+    def note(self, cache: InfiniGenCache) -> None:
+        """Take note of what a cache of this reader holds by now."""
+        home, device = held_bytes(cache)
+        self.held_bytes = max(self.held_bytes[0], home), max(self.held_bytes[1], device)
 
     @property
     def fetched_share(self) -> float:
@@ -84,6 +100,25 @@ class Reader:
         """As `fetched_share`, over all layers; those attended to in full count as 1."""
         return self.recorder.fetched_share()
 
+    @property
+    def fetched_bytes(self) -> float:
+        """Bytes of the entries that a decode step attended to, as they are packed at home.
+
+        Those that a resident set would have held are among them. NaN where no step could select.
+        """
+        tokens = self.recorder.tokens_by_layer
+        if not tokens:
+            return float("nan")
+        return sum(self._token_bytes.get(layer, 0) * count for layer, count in tokens.items())
+
+    def _recorder(self, cache: InfiniGenCache, tokens: int) -> Recorder:
+        config = cache.storage.config
+        self.recorder.limit = config.limit(tokens)
+        if config.capacity is None:
+            return self.recorder
+        self.misses = self.misses or Misses()
+        return MissRecorder(self.misses, self.recorder)
+
 
 class Reading:
     """A text that a policy has read so far.
@@ -94,12 +129,15 @@ class Reading:
         ``(V,)`` float32 logits after the newest token.
     """
 
-    def __init__(self, reader: Reader, cache: InfiniGenCache, last: Tensor) -> None:
+    def __init__(
+        self, reader: Reader, cache: InfiniGenCache, last: Tensor, recorder: Recorder
+    ) -> None:
         self.last = last
         self._stepwise = _is_stepwise(cache)
         self._reader = reader
         self._cache = cache
-        cache.recorder = reader.recorder
+        self._recorder = recorder
+        cache.recorder = recorder
 
     @torch.no_grad()
     def blocks(self, tokens: Tensor) -> Iterator[Tensor]:
@@ -115,6 +153,7 @@ class Reading:
                 fed = [forward(model, piece[None], self._cache)[0] for piece in pieces]
             logits = torch.cat(fed).float()
             self.last = logits[-1]
+            self._reader.note(self._cache)
             yield logits
 
     def feed(self, tokens: Tensor) -> Tensor:
@@ -134,7 +173,10 @@ class Reading:
 
     def fork(self) -> Reading:
         """The same text, to go on with in another way."""
-        return Reading(self._reader, copy.deepcopy(self._cache), self.last)
+        recorder = self._recorder
+        if isinstance(recorder, MissRecorder):
+            recorder = recorder.fork()
+        return Reading(self._reader, copy.deepcopy(self._cache), self.last, recorder)
 
     def _nothing(self) -> Tensor:
         return self.last.new_zeros(0, self.last.numel())

@@ -15,6 +15,8 @@ HARNESS_PREFIX = "lm-eval:"
 TASKS: dict[str, tuple[str, str]] = {
     "wikitext2": ("perplexity:wikitext2", "perplexity on WikiText-2, raw test split"),
     "ptb": ("perplexity:penn_treebank", "perplexity on Penn Treebank, validation split"),
+    "code": ("domains:domain", "perplexity on source code"),
+    "german": ("domains:domain", "perplexity on German texts"),
     "text": ("perplexity:own_text", "perplexity on the file of --text"),
     "passkey": ("passkey:passkey", "a five-digit key in irrelevant text"),
     "needles": ("needles:needles", "several numbers in a text, asked for one after the other"),
@@ -25,6 +27,10 @@ TASKS: dict[str, tuple[str, str]] = {
     "piqa": ("fewshot:local_task", "PIQA, through lm-evaluation-harness"),
     "rte": ("fewshot:local_task", "RTE, through lm-evaluation-harness"),
     "speculation": ("speculation:speculation", "the rehearsal itself, by layer and head"),
+    "similarity": ("similarity:similarity", "inputs of consecutive layers beside each other"),
+    "attention": ("attention:attention", "attention over what is kept beside the full cache's"),
+    "sparsity": ("sparsity:sparsity", "tokens that the attention needs, by layer and length"),
+    "skew": ("skewing:skewing", "columns of queries and keys before and after the paper's skew"),
 }
 """By name: the function ``(name, inputs) -> Task`` in this package, and one line about it."""
 

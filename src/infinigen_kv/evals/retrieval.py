@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from infinigen_kv.evals.intervals import Estimate, difference, share
 from infinigen_kv.evals.reading import Reading
-from infinigen_kv.evals.task import Result, Sample, fetched, percent
+from infinigen_kv.evals.task import Costs, Result, Sample, costs, fetched, percent
 
 DEPTH_STEP = 0.25  # of the depths that answers are counted by
 
@@ -36,6 +36,8 @@ class Retrieval(Result):
     just then greedy decoding would give it. ``log_probability`` is the answers' mean. ``whole`` is
     the share of contexts without a wrong answer. ``difference`` is accuracy less that of the full
     cache on the same contexts. ``too_long`` contexts did not fit the model and are not counted.
+    ``by_turn`` are the shares of right answers to the first, second, ... question of a context, all
+    asked of one cache that was built before the first; empty where each context has one question.
     """
 
     asked: int
@@ -46,9 +48,11 @@ class Retrieval(Result):
     log_probability: float
     fetched_share: float
     fetched_share_all_layers: float
+    costs: Costs
     too_long: int
     cells: tuple[Cell, ...]
     by_field: dict[str, float]
+    by_turn: tuple[float, ...]
 
     def headline(self) -> dict[str, str]:
         return {
@@ -57,7 +61,15 @@ class Retrieval(Result):
             "less full": "-" if self.difference is None else str(self.difference),
             "log-probability": f"{self.log_probability:.3f}",
             "fetched": percent(self.fetched_share),
+            **self.costs.headline(),
+            **self._turns(),
         }
+
+    def _turns(self) -> dict[str, str]:
+        if not self.by_turn:
+            return {}
+        first, last = percent(self.by_turn[0]), percent(self.by_turn[-1])
+        return {"first, last turn": f"{first}, {last}"}
 
 
 def tokens_of(tokenizer: PreTrainedTokenizerBase, text: str, *, first: bool = False) -> Tensor:
@@ -116,9 +128,11 @@ def summarise_answers(
         log_probability=_ratio(total, len(answers)),
         fetched_share=selecting,
         fetched_share_all_layers=all_layers,
+        costs=costs(samples),
         too_long=too_long,
         cells=_cells(samples),
         by_field=_by_field(answers),
+        by_turn=_by_turn(samples),
     )
 
 
@@ -140,6 +154,17 @@ def _by_field(answers: Sequence[dict[str, Any]]) -> dict[str, float]:
         mine = [answer["right"] for answer in answers if answer.get("field") == name]
         found[name] = _ratio(sum(mine), len(mine))
     return found
+
+
+def _by_turn(samples: Sequence[Sample]) -> tuple[float, ...]:
+    turns = max(len(each["answers"]) for each in samples)
+    if turns == 1:
+        return ()
+    by_turn = [
+        [each["answers"][turn]["right"] for each in samples if len(each["answers"]) > turn]
+        for turn in range(turns)
+    ]
+    return tuple(_ratio(sum(right), len(right)) for right in by_turn)
 
 
 def _ratio(part: float, whole: float) -> float:

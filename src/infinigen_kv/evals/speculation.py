@@ -16,8 +16,8 @@ from torch import Tensor
 
 from infinigen_kv.config import InfiniGenConfig
 from infinigen_kv.errors import InputError
-from infinigen_kv.evals.data import data_file, digest, read_utf8
 from infinigen_kv.evals.intervals import Estimate, share
+from infinigen_kv.evals.observing import read_ids
 from infinigen_kv.evals.perplexity import split_window
 from infinigen_kv.evals.probe import LayerProbe, Scores, watching
 from infinigen_kv.evals.reading import Reader
@@ -26,7 +26,6 @@ from infinigen_kv.policies.registry import cache_plan
 from infinigen_kv.rehearsal.select import choose, group_margin, selection_mask, top_entries
 from infinigen_kv.step import Step
 
-DEFAULT_TEXT = "wikitext2/wiki.test.raw"
 PLACES, QUERIES = 4, 16  # decode positions of a window that are measured: places times queries
 VARIANTS = ("engine", "true_query", "all_dimensions")
 REHEARSING = frozenset({"infinigen", "infinigen-paper"})
@@ -124,7 +123,7 @@ class SpeculationTask(Task):
             raise InputError(f"task {self.name!r} needs a calibrated model")
         config = cache_plan(reader.policy, session.config, session.storage).config
         window = self._windows[index].to(session.model.device)
-        steps = self._steps(config, window.device)
+        steps = spread_steps(config, self._prompt, len(window), window.device)
         layers: list[int] = []
         found: list[dict[str, Any]] = []
 
@@ -143,7 +142,7 @@ class SpeculationTask(Task):
                 prompt=self._prompt,
             )
             layers.append(layer)
-            each = [compare(probe.scores(step), step, config.alpha) for step in steps]
+            each = [compare(probe.scores(step), step, config.alpha_of(layer)) for step in steps]
             found.append({name: _mean(part[name] for part in each) for name in each[0]})
 
         with watching(session.model, session.adapter, see):
@@ -171,37 +170,44 @@ class SpeculationTask(Task):
             chosen=[share for (share,) in figures("chosen").values],
         )
 
-    def _steps(self, config: InfiniGenConfig, device: torch.device) -> list[Step]:
-        """Evenly spaced places after the prompt."""
-        room = self._windows.shape[1] - self._prompt - QUERIES
-        starts = sorted({self._prompt + round(at * room / (PLACES - 1)) for at in range(PLACES)})
-        return [
-            Step(
-                start=start,
-                queries=QUERIES,
-                rows=1,
-                visible=None,
-                position_ids=torch.arange(start, start + QUERIES, device=device)[None],
-                selecting=True,
-                config=config,
-            )
-            for start in starts
-        ]
-
 
 def speculation(name: str, inputs: Inputs) -> SpeculationTask:
     """Windows of the user's text, or of WikiText-2."""
-    path = inputs.options.text or data_file(
-        inputs.data, DEFAULT_TEXT, task=name, what="a long text (or name one with --text FILE)"
-    )
-    text = read_utf8(path)
+    ids, source = read_ids(name, inputs)
     window, prompt = split_window(inputs)
-    ids = torch.tensor(inputs.tokenizer(text, verbose=False)["input_ids"])
-    return SpeculationTask(ids, window=window, prompt_tokens=prompt, source=digest(text))
+    return SpeculationTask(ids, window=window, prompt_tokens=prompt, source=source)
 
 
-def compare(scores: Scores, step: Step, alpha: float) -> dict[str, list[float]]:
+def spread_steps(
+    config: InfiniGenConfig, prompt: int, window: int, device: torch.device
+) -> list[Step]:
+    """`PLACES` steps of `QUERIES` tokens, evenly spaced over a window's tokens after the prompt."""
+    room = window - prompt - QUERIES
+    starts = sorted({prompt + round(at * room / (PLACES - 1)) for at in range(PLACES)})
+    return [
+        Step(
+            start=start,
+            queries=QUERIES,
+            rows=1,
+            visible=None,
+            position_ids=torch.arange(start, start + QUERIES, device=device)[None],
+            selecting=True,
+            config=config,
+        )
+        for start in starts
+    ]
+
+
+def compare(
+    scores: Scores, step: Step, alpha: float, *, ranked: bool = True
+) -> dict[str, list[float]]:
     """Measures of a step's queries, their mean for each head.
+
+    Parameters
+    ----------
+    ranked
+        Whether to compare the scores of all tokens too (the last two of `MEASURES`), which takes
+        most of the time.
 
     Returns
     -------
@@ -219,7 +225,6 @@ def compare(scores: Scores, step: Step, alpha: float) -> dict[str, list[float]]:
     true_margin, kept = _margin(scores.true, step)
     best = selection_mask(top_entries(true_margin, counts), scores.true.shape[-1])
     attention = _softmax(scores.true, seen)
-    ranks = _ranks(scores.true, allowed)
     found: dict[str, list[float]] = {
         "best_coverage": _heads((attention * _with_own(best, seen, allowed)).sum(-1)),
         "chosen": [(counts / step.before).double().mean().item()],
@@ -233,13 +238,19 @@ def compare(scores: Scores, step: Step, alpha: float) -> dict[str, list[float]]:
         found[f"{name}.recall"] = overlap.nanmean(dim=(0, 2)).tolist()
         covered = (attention * _with_own(chosen, seen, allowed)).sum(-1)
         found[f"{name}.coverage"] = _heads(covered)
-        found[f"{name}.rank_correlation"] = _heads(
-            _correlation(ranks, _ranks(mine, allowed), allowed)
-        )
-        guessed = _softmax(mine, allowed)
-        found[f"{name}.divergence"] = _heads(
-            jensen_shannon(_softmax(scores.true, allowed), guessed)
-        )
+    return {**found, **_compare_all(scores, allowed)} if ranked else found
+
+
+def _compare_all(scores: Scores, allowed: Tensor) -> dict[str, list[float]]:
+    """Rank correlation and divergence of the scores of all tokens that are ``allowed``."""
+    ranks, attention = _ranks(scores.true, allowed), _softmax(scores.true, allowed)
+    found = {}
+    for name in VARIANTS:
+        mine: Tensor = getattr(scores, name)
+        correlation = _correlation(ranks, _ranks(mine, allowed), allowed)
+        found[f"{name}.rank_correlation"] = _heads(correlation)
+        divergence = jensen_shannon(attention, _softmax(mine, allowed))
+        found[f"{name}.divergence"] = _heads(divergence)
     return found
 
 

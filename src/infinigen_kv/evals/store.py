@@ -48,7 +48,7 @@ class PointKey:
 
 
 class PointStore:
-    """Reads and writes points in a folder; without one nothing is kept.
+    """Reads and writes points in a folder; without one they are kept in memory.
 
     A file is written whole or not at all. One that is damaged or belongs to other settings counts
     as absent, and is overwritten by the next measurement.
@@ -56,6 +56,7 @@ class PointStore:
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
+        self._memory: dict[str, list[Sample]] = {}
         if folder is None:
             return
         try:
@@ -70,7 +71,7 @@ class PointStore:
     def samples(self, key: PointKey) -> list[Sample]:
         """What was measured of a point, in order; empty where there is nothing of use."""
         if self._folder is None:
-            return []
+            return list(self._memory.get(key.file_name, []))
         path = self._folder / key.file_name
         try:
             held = json.loads(path.read_bytes())
@@ -96,6 +97,7 @@ class PointStore:
     ) -> None:
         """Write what is measured of a point so far; with ``result`` once it is finished."""
         if self._folder is None:
+            self._memory[key.file_name] = list(samples)
             return
         path = self._folder / key.file_name
         held = {

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from infinigen_kv.config import InfiniGenConfig
 from infinigen_kv.errors import InputError
+from infinigen_kv.evals.intervals import Estimate, share
 from infinigen_kv.evals.reading import Reader
 from infinigen_kv.session import Session
 
@@ -149,11 +150,41 @@ class Task(ABC):
         """
 
 
-def fetched_of(reader: Reader) -> dict[str, float]:
-    """``fetched`` and ``fetched_all_layers`` of a sample that the reader has read."""
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What a policy needed to get its figures, over all samples.
+
+    ``missed_share`` is the share of the wanted tokens that a limited home had evicted by then, with
+    an interval by bootstrap over samples: a decode step wants the tokens with the highest true
+    scores, as many as it attends to (see `misses.Misses`). ``missed_mass`` is the attention mass
+    that full attention would have put on evicted tokens. Both are None without a capacity.
+
+    ``fetched_bytes`` are those of the entries that a decode step attends to, as they are packed at
+    home; a resident set would spare the link a part of them. ``home_bytes`` and ``device_bytes``
+    are the most that the cache of a sample held at home and on the device (`traffic.held_bytes`).
+    """
+
+    missed_share: Estimate | None
+    missed_mass: Estimate | None
+    fetched_bytes: float
+    home_bytes: int
+    device_bytes: int
+
+    def headline(self) -> dict[str, str]:
+        """The miss rate, where there is one."""
+        return {} if self.missed_share is None else {"missed": percent(self.missed_share.value)}
+
+
+def fetched_of(reader: Reader) -> Sample:
+    """What a sample that the reader has read says of what its policy fetched, missed and held."""
+    home, device = reader.held_bytes
     return {
         "fetched": reader.fetched_share,
         "fetched_all_layers": reader.fetched_share_all_layers,
+        "fetched_bytes": reader.fetched_bytes,
+        "home_bytes": home,
+        "device_bytes": device,
+        "misses": None if reader.misses is None else asdict(reader.misses),
     }
 
 
@@ -165,13 +196,31 @@ def fetched(samples: Sequence[Sample]) -> tuple[float, float]:
     return _mean(samples, "fetched"), _mean(samples, "fetched_all_layers")
 
 
+def costs(samples: Sequence[Sample]) -> Costs:
+    """From samples with what `fetched_of` gives; what older ones lack counts as unknown or 0."""
+    missed = [each["misses"] for each in samples if each.get("misses")]
+    return Costs(
+        missed_share=_sums(missed, "missed", "wanted"),
+        missed_mass=_sums(missed, "mass", "queries"),
+        fetched_bytes=_mean(samples, "fetched_bytes"),
+        home_bytes=max(each.get("home_bytes", 0) for each in samples),
+        device_bytes=max(each.get("device_bytes", 0) for each in samples),
+    )
+
+
+def _sums(misses: Sequence[dict[str, float]], part: str, whole: str) -> Estimate | None:
+    if not misses:
+        return None
+    return share([each[part] for each in misses], [each[whole] for each in misses])
+
+
 def percent(share: float) -> str:
     """A share as per cent; a dash for NaN."""
     return "-" if math.isnan(share) else f"{share:.1%}".replace("%", " %")
 
 
 def _mean(samples: Sequence[Sample], name: str) -> float:
-    values = [each[name] for each in samples if each[name] is not None]
+    values = [each[name] for each in samples if each.get(name) is not None]
     return sum(values) / len(values) if values else float("nan")
 
 

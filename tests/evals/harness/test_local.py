@@ -9,7 +9,7 @@ import pytest
 
 from fewshot_records import COPA, OPENBOOKQA, PIQA, RECORDS, RTE, WINOGRANDE, folder
 from infinigen_kv.errors import InputError
-from infinigen_kv.evals.harness.local import FORMS, local_config, local_documents
+from infinigen_kv.evals.harness.local import FORMS, TASKS, load, local_config, local_documents
 
 YAML = {
     "copa": "super_glue/copa/default.yaml",
@@ -93,3 +93,37 @@ def test_missing_files(tmp_path: Path) -> None:
         local_documents("copa", tmp_path)
     with pytest.raises(InputError, match=r"copa\.train\.jsonl is missing: .*for the shots"):
         local_documents("copa", folder(tmp_path, "copa", COPA, train=False))
+
+
+def test_every_task_is_described_for_the_harness_own_command_line() -> None:
+    assert {path.stem for path in TASKS.glob("*.yaml")} == {f"{name}_local" for name in FORMS}
+
+
+@pytest.mark.parametrize("shots", [0, 1])
+@pytest.mark.parametrize("name", FORMS)
+def test_the_described_tasks_have_the_same_prompts(name: str, shots: int, tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval", reason='needs: pip install "infinigen-kv[eval]"')
+    from lm_eval.tasks import TaskManager
+
+    from infinigen_kv.evals.harness.replay import HarnessRun
+
+    data = folder(tmp_path, name, RECORDS[name])
+    ours = HarnessRun(local_config(name, local_documents(name, data)), shots=shots, seed=1)
+    manager = TaskManager(
+        include_path=str(TASKS), include_defaults=False, metadata={"data": str(data)}
+    )
+    (theirs,) = manager.load([f"{name}_local"])["tasks"].values()
+    theirs.set_config(key="num_fewshot", value=shots)
+    theirs.set_fewshot_seed(seed=1)
+    theirs.build_all_requests(rank=0, world_size=1)
+    expected: dict[int, list[tuple[str, str]]] = {}
+    for instance in theirs.instances:
+        expected.setdefault(instance.doc_id, []).append(instance.args)
+    assert [[each.arguments for each in doc] for doc in ours.documents] == [*expected.values()]
+    assert {each["metric"] for each in theirs.config.metric_list} == set(FORMS[name].metrics)
+
+
+def test_the_described_tasks_need_a_folder() -> None:
+    pytest.importorskip("datasets", reason='needs: pip install "infinigen-kv[eval]"')
+    with pytest.raises(InputError, match=r"task 'rte' needs its data: .*--metadata"):
+        load("rte")

@@ -306,7 +306,7 @@ def test_errors_of_the_command_line_are_one_line(monkeypatch: pytest.MonkeyPatch
     def absent() -> str:
         raise InputError("there is none")
 
-    monkeypatch.setattr("infinigen_kv.evals.harness.__main__.installed", absent)
+    monkeypatch.setattr("infinigen_kv.evals.harness.__main__.usable", absent)
     with pytest.raises(SystemExit) as left:
         main()
     assert left.value.code == "infinigen_kv: there is none"

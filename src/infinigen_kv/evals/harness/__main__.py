@@ -1,7 +1,14 @@
 """lm-evaluation-harness's own command line, with this engine among its models.
 
 ``python -m infinigen_kv.evals.harness run --model infinigen_kv --model_args
-pretrained=smollm2,policy=infinigen,max_fetch=0.1 --tasks piqa``
+pretrained=smollm2,policy=infinigen,max_fetch=0.1 --tasks piqa`` reads PIQA from the hub.
+
+The folder ``tasks`` beside this file (`local.TASKS`) describes the paper's five tasks over JSON
+Lines files, which need no network: ``--include_path .../tasks --tasks piqa_local --metadata
+'{"data": "DIR"}'``, or ``--tasks fewshot_local`` for all five.
+
+``lm_eval`` alone has no way to find the model: call it through this module, which takes the same
+arguments.
 """
 
 from __future__ import annotations
@@ -9,13 +16,13 @@ from __future__ import annotations
 import sys
 
 from infinigen_kv.errors import InfiniGenError
-from infinigen_kv.evals.harness import installed
+from infinigen_kv.evals.harness import usable
 
 
 def main() -> None:
     """Register the model, then do what ``lm-eval`` would."""
     try:
-        installed()
+        usable()
         from lm_eval.__main__ import cli_evaluate
 
         import infinigen_kv.evals.harness.model  # registers itself  # noqa: F401

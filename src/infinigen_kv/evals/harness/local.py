@@ -9,12 +9,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from infinigen_kv.errors import InputError
 from infinigen_kv.evals.data import data_file, read_jsonl
 
+if TYPE_CHECKING:
+    from datasets import Dataset
+
 Document = dict[str, Any]
+TASKS = Path(__file__).parent / "tasks"
+"""Descriptions of the same tasks for the harness's own command line, by the names NAME_local."""
+
 CONNECTORS = MappingProxyType({"cause": "because", "effect": "therefore"})
 
 
@@ -157,4 +163,42 @@ def local_config(name: str, documents: dict[str, list[Document]]) -> dict[str, A
             for metric in form.metrics
         ],
         "metadata": {"version": 1.0},
+    }
+
+
+def load(name: str, data: str | None = None, **unused: Any) -> dict[str, Dataset]:
+    """For the harness's own command line (`TASKS`): documents with text, choices and target.
+
+    Parameters
+    ----------
+    name
+        Of the task, from its description.
+    data
+        The data folder, from ``--metadata``.
+
+    Raises
+    ------
+    InputError
+        As `local_documents`, or if there is no folder.
+    """
+    from datasets import Dataset
+
+    if data is None:
+        raise InputError(
+            f"task {name!r} needs its data: put it into a folder as fewshot/{name}.*.jsonl, and "
+            """name the folder with --metadata '{"data": "DIR"}'"""
+        )
+    form = FORMS[name]
+    return {
+        split: Dataset.from_list(
+            [
+                {
+                    "text": form.text(document),
+                    "choices": form.choices(document),
+                    "target": form.target(document),
+                }
+                for document in documents
+            ]
+        )
+        for split, documents in local_documents(name, Path(data)).items()
     }

@@ -231,7 +231,8 @@ class LoadedInfiniGenLM(InfiniGenLM):
         **settings: Any,
     ) -> None:
         check_policy(policy)
-        config = InfiniGenConfig.from_dict({"min_context": exact_prefix, **settings})
+        settings = {"min_context": exact_prefix, **settings}
+        config = InfiniGenConfig.from_dict(settings)
         loaded = load_model(
             pretrained,
             dtype=_dtype(dtype),
@@ -239,6 +240,8 @@ class LoadedInfiniGenLM(InfiniGenLM):
             trust_remote_code=trust_remote_code,
         )
         made = _calibration(loaded.model, loaded.tokenizer, calibration, policy)
+        if made is not None:
+            config = made.config(**settings)
 
         @contextmanager
         def readers() -> Iterator[Reader]:
