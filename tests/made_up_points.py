@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from infinigen_kv.calibration import Calibration
 from infinigen_kv.config import InfiniGenConfig
 from infinigen_kv.figures.definition import Figure, Found, Setting
 from infinigen_kv.figures.point import Point
@@ -14,6 +15,7 @@ from infinigen_kv.link import LinkSpec
 from infinigen_kv.peers import PEERS
 from infinigen_kv.policies.registry import POLICIES
 
+UNTUNED = Calibration({}, {}, {})
 LINK, UNPACED = "emulated:0.146", "emulated:1000000"
 KV = 23040  # bytes of a token
 
@@ -128,7 +130,7 @@ def _peer(point: Point, name: str) -> dict[str, Any]:
 def _fidelity(point: Point) -> dict[str, Any]:
     alpha = 4.25 if point.alpha is None else point.alpha
     ratio = 0.375 if point.partial_ratio is None else point.partial_ratio
-    assert point.config == InfiniGenConfig(alpha=alpha, partial_ratio=ratio)
+    assert point.config(UNTUNED) == InfiniGenConfig(alpha=alpha, partial_ratio=ratio)
     kl = 0.021 * math.exp(-0.6 * (alpha - 4.25)) * (0.375 / ratio) ** 0.5
     return {
         "kl_mean": kl,

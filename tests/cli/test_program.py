@@ -16,7 +16,7 @@ from infinigen_kv.calibration.run import DEFAULT_TOKENS
 from infinigen_kv.cli import generate
 from infinigen_kv.errors import CacheStateError, UnsupportedModelError
 
-COMMANDS = ("demo", "calibrate", "generate", "fidelity")
+COMMANDS = ("demo", "calibrate", "generate", "fidelity", "diagnose")
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> tuple[str, ...]:

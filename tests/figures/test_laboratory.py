@@ -86,7 +86,7 @@ def test_a_fidelity_point(laboratory: Laboratory) -> None:
     ids = torch.tensor(Tokenizer()(TEXT)["input_ids"][:320])
     main = laboratory.main
     expected = measure_fidelity(
-        main.model, main.calibration, point.config, ids, prompt_tokens=300
+        main.model, main.calibration, point.config(main.calibration), ids, prompt_tokens=300
     ).to_dict()
     found = laboratory.measure(point)
     for name in ("kl_mean", "ppl", "ppl_full", "fetched_share"):

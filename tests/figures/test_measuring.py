@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from infinigen_kv import InputError
-from infinigen_kv.figures.measuring import Measured, in_words, measure_points
+from infinigen_kv.figures.measuring import Measured, measure_points
 from infinigen_kv.figures.point import Point
 from infinigen_kv.figures.store import PointStore
+from infinigen_kv.figures.worklist import in_words
 
 POINTS = [Point(prompt_tokens=100, decode_tokens=count) for count in (1, 2, 3)]
 

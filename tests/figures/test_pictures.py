@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
 from functools import cache
-from itertools import combinations
-from typing import Any
 
 import pytest
 from matplotlib.image import imread
-from matplotlib.text import Text
 
 import made_up_points as made_up
 from infinigen_kv.figures.catalogue import FIGURES
@@ -19,6 +15,7 @@ from infinigen_kv.figures.drawing import DPI, STYLES, WIDTH, Canvas, brief
 from infinigen_kv.figures.guests import Guest
 from infinigen_kv.figures.scale import FULL, QUICK
 from infinigen_kv.policies.registry import POLICIES
+from legible import check_legible, texts
 
 FOOTER = "smollm2, bfloat16 | a processor with a long name, 64 threads | EMULATED link, 0.146 GB/s"
 GUESTS = (
@@ -68,41 +65,7 @@ def drawn(name: str, size: str, company: str) -> Canvas:
 
 @pytest.mark.parametrize("case", CASES, ids="-".join)
 def test_no_text_lies_over_another_or_outside(case: tuple[str, str, str]) -> None:
-    canvas = drawn(*case)
-    renderer: Any = canvas.figure.canvas.get_renderer()
-    width, height = canvas.figure.bbox.size
-    boxes = [(text.get_text(), text.get_window_extent(renderer)) for text in texts(canvas)]
-    assert len(boxes) > 8
-    for label, box in boxes:
-        assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= width and box.y1 <= height, label
-    for (one, a), (other, b) in combinations(boxes, 2):
-        apart = a.x1 <= b.x0 or b.x1 <= a.x0 or a.y1 <= b.y0 or b.y1 <= a.y0
-        assert apart, f"{one!r} lies over {other!r}"
-
-
-def texts(canvas: Canvas) -> Iterator[Text]:
-    """Everything with letters that is to be seen."""
-    figure = canvas.figure
-    found = [*figure.texts]
-    for legend in figure.legends:
-        found += [*legend.get_texts(), legend.get_title()]
-    for axes in figure.axes:
-        found += [axes.title, axes._left_title, axes.xaxis.label, axes.yaxis.label, *axes.texts]
-        for axis in (axes.xaxis, axes.yaxis):
-            low, high = sorted(axis.get_view_interval())
-            slack = 1e-9 * (high - low)
-            # ticks outside the limits exist, but are not drawn
-            ticks = [
-                tick
-                for tick in axis.get_major_ticks()
-                if low - slack <= tick.get_loc() <= high + slack
-            ]
-            found += [label for tick in ticks for label in (tick.label1, tick.label2)]
-    yield from (
-        each
-        for each in found
-        if each is not None and each.get_visible() and each.get_text().strip()
-    )
+    check_legible(drawn(*case))
 
 
 @pytest.mark.parametrize("figure", FIGURES.values(), ids=FIGURES)

@@ -12,6 +12,7 @@ import typer
 from infinigen_kv.cli.bench import bench
 from infinigen_kv.cli.calibrate import calibrate
 from infinigen_kv.cli.demo import demo
+from infinigen_kv.cli.diagnose import diagnose
 from infinigen_kv.cli.eval import evaluate
 from infinigen_kv.cli.fidelity import fidelity
 from infinigen_kv.cli.figures import figures
@@ -19,6 +20,7 @@ from infinigen_kv.cli.generate import generate
 from infinigen_kv.cli.options import expand_groups
 from infinigen_kv.cli.plan import plan
 from infinigen_kv.cli.program import DEBUG_VARIABLE, Program
+from infinigen_kv.cli.tune import tune
 
 app = typer.Typer(
     name="infinigen-kv",
@@ -33,8 +35,10 @@ app = typer.Typer(
 for command, summary in (
     (demo, "Answer from a long prompt, with the full cache and without."),
     (calibrate, "Prepare a model, once (the others do it by themselves)."),
+    (tune, "Choose settings for a model: a wanted accuracy for the fewest bytes."),
     (generate, "Continue a prompt with a selected cache."),
     (fidelity, "Measure what the selection changes on a text."),
+    (diagnose, "Say whether the selection suits a model, and which layers are weak."),
     (bench, "Time decode steps of several policies side by side."),
     (plan, "Say what a run needs of memory, and which setting to change."),
 ):

@@ -14,6 +14,7 @@ from infinigen_kv.cli.loading import (
     check_memory_fit,
     load,
     read_calibration,
+    selected_config,
 )
 from infinigen_kv.cli.memory_options import DeviceMemoryOption, parse_memory
 from infinigen_kv.cli.options import (
@@ -130,6 +131,7 @@ def bench(
         policies=tuple(dict.fromkeys([IDEAL, *names])),
     )
     made = calibrated(loaded, given)
+    config = selected_config(selection, made)
     starts = range(0, batch * APART, APART)
     prompt = torch.tensor([ids[start : start + prompt_tokens] for start in starts])
     prompt = prompt.to(loaded.model.device)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from infinigen_kv.cli.files import read_text
-from infinigen_kv.cli.loading import calibrated, check_fit, load, read_calibration
+from infinigen_kv.cli.loading import calibrated, check_fit, load, read_calibration, selected_config
 from infinigen_kv.cli.options import (
     DEFAULT_CHUNK,
     JsonOption,
@@ -87,6 +87,7 @@ def fidelity(
         )
     check_fit(loaded, given, config, prompt_tokens + decode_tokens)
     made = calibrated(loaded, given)
+    config = selected_config(selection, made)
     measured = measure_fidelity(
         loaded.model,
         made,

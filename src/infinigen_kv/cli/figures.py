@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from infinigen_kv.cli.accuracy import accuracy
+from infinigen_kv.cli.figure_sets import (
+    AgainOption,
+    CalibrationOption,
+    OutOption,
+    check_packages,
+    command_line,
+    report,
+    short_name,
+)
 from infinigen_kv.cli.files import ensure_folder, read_text
 from infinigen_kv.cli.loading import calibrated, load, read_calibration
 from infinigen_kv.cli.options import JsonOption, ModelOptions, expand_groups, parse_dtype
-from infinigen_kv.cli.output import print_json, say
+from infinigen_kv.cli.output import say
 from infinigen_kv.errors import InputError
 from infinigen_kv.texts import documentation_text
 
@@ -20,8 +29,8 @@ if TYPE_CHECKING:
     from infinigen_kv.figures.definition import Figure, Setting
     from infinigen_kv.figures.guests import Guest
     from infinigen_kv.figures.laboratory import Laboratory, Subject
-    from infinigen_kv.figures.run import Order, Outcome
     from infinigen_kv.figures.scale import Scale
+    from infinigen_kv.figures.sheets import Order
 
 AUTO = "auto"
 UNPACED = "emulated:1000000"  # counts bytes and keeps nobody waiting
@@ -37,15 +46,7 @@ figures = typer.Typer(
 class SpeedOptions:
     """What `speed` takes beside the model; as the command line names it."""
 
-    out: Annotated[
-        Path,
-        typer.Option(
-            "--out",
-            metavar="DIR",
-            help="Folder for everything that is written.",
-            show_default=False,
-        ),
-    ]
+    out: OutOption
     figures: Annotated[
         str | None,
         typer.Option(
@@ -60,9 +61,7 @@ class SpeedOptions:
         bool,
         typer.Option("--quick", help="Fewer and smaller points: some minutes with a small model."),
     ] = False
-    again: Annotated[bool, typer.Option("--again", help="Measure finished points again, too.")] = (
-        False
-    )
+    again: AgainOption = False
     models: Annotated[
         str | None,
         typer.Option(
@@ -118,16 +117,7 @@ class SpeedOptions:
             help="What entries cross; auto: emulated:paper on a CPU, the machine's own on a GPU.",
         ),
     ] = AUTO
-    calibration: Annotated[
-        Path | None,
-        typer.Option(
-            "--calibration",
-            metavar="DIR",
-            help="What `infinigen-kv calibrate --output DIR` wrote. [default: the one in the "
-            "user's cache, made if there is none]",
-            show_default=False,
-        ),
-    ] = None
+    calibration: CalibrationOption = None
 
 
 def speed(
@@ -150,21 +140,28 @@ def speed(
     if options.text is not None:
         text = read_text(options.text, option="--text")
     _check_link(options.link)
-    _check_packages()
+    check_packages()
     ensure_folder(options.out, option="--out")
     laboratory = _laboratory(options, target, text)
 
-    from infinigen_kv.figures.run import Order, make_figures
+    from infinigen_kv.figures.run import make_figures
+    from infinigen_kv.figures.sheets import Order
 
     order = Order(
-        figures=chosen, folder=options.out, command=_command(options, target), again=options.again
+        figures=chosen,
+        folder=options.out,
+        command=command_line("speed", options, target),
+        again=options.again,
     )
     setting = _setting(options, target, order, laboratory, scale, guests)
     outcome = make_figures(order, setting, laboratory, say)
-    _report(outcome, chosen, json=json)
+    report(outcome, [figure.name for figure in chosen], json=json)
 
 
 figures.command(short_help="The paper's speed figures, and some beyond.")(expand_groups(speed))
+figures.command(short_help="The paper's accuracy figures, and some beyond.")(
+    expand_groups(accuracy)
+)
 
 
 def _scale(options: SpeedOptions) -> Scale:
@@ -185,17 +182,6 @@ def _check_link(link: str) -> None:
         raise InputError(f"--{str(error).replace('=', ' ', 1)}; or auto") from error
 
 
-def _check_packages() -> None:
-    """What draws and writes, before anything is measured."""
-    from importlib.util import find_spec
-
-    from infinigen_kv.plots import require_matplotlib
-
-    require_matplotlib()
-    if find_spec("jinja2") is None:
-        raise InputError("the page needs jinja2: pip install 'infinigen-kv[plot]'")
-
-
 def _laboratory(options: SpeedOptions, target: ModelOptions, text: str) -> Laboratory:
     given = read_calibration(options.calibration)
     loaded = load(target)
@@ -204,7 +190,7 @@ def _laboratory(options: SpeedOptions, target: ModelOptions, text: str) -> Labor
     from infinigen_kv.models import load_model
 
     made = calibrated(loaded, given)
-    main = Subject(loaded.model, loaded.tokenizer, made, _short(target.model))
+    main = Subject(loaded.model, loaded.tokenizer, made, short_name(target.model))
 
     def another(name: str) -> Subject:
         # quietly: the bar of all points is on the terminal meanwhile
@@ -215,7 +201,7 @@ def _laboratory(options: SpeedOptions, target: ModelOptions, text: str) -> Labor
             trust_remote_code=target.trust_remote_code,
         )
         made = calibrate(found.model, found.tokenizer)
-        return Subject(found.model, found.tokenizer, made, _short(name))
+        return Subject(found.model, found.tokenizer, made, short_name(name))
 
     return Laboratory(main, another, text)
 
@@ -223,7 +209,7 @@ def _laboratory(options: SpeedOptions, target: ModelOptions, text: str) -> Labor
 def _setting(
     options: SpeedOptions,
     target: ModelOptions,
-    order: Order,
+    order: Order[Figure],
     laboratory: Laboratory,
     scale: Scale,
     guests: tuple[Guest, ...],
@@ -256,44 +242,3 @@ def _setting(
         guests=guests,
         prompt_digest=prompt_digest(laboratory.prompt(subject, 1, scale.prompt_tokens)[0].tolist()),
     )
-
-
-def _short(model: str) -> str:
-    """A model's name without the folders around it."""
-    return Path(model).name or model
-
-
-def _command(options: SpeedOptions, target: ModelOptions) -> str:
-    """What was typed, in one order and without what has its default."""
-    words = ["infinigen-kv", "figures", "speed", target.model]
-    values = {**vars(options), **vars(target)}
-    defaults = {**vars(SpeedOptions(out=options.out)), **vars(ModelOptions(model=target.model))}
-    for name, value in values.items():
-        option = "--" + name.replace("_", "-")
-        if name == "model" or (value == defaults[name] and name != "out"):
-            continue
-        for each in value if isinstance(value, list) else [value]:
-            words += [option] if each is True else [option, str(each)]
-    return shlex.join(words)
-
-
-def _report(outcome: Outcome, chosen: list[Figure], *, json: bool) -> None:
-    for name, why in outcome.missing.items():
-        say(f"figure {name} is not drawn: {why}")
-    if outcome.interrupted:
-        say(f"finished points are kept: the same command goes on ({outcome.page})")
-        raise KeyboardInterrupt
-    if not any(figure.name in outcome.files for figure in chosen):
-        raise InputError("none of the figures could be drawn; the reasons are above")
-    if json:
-        print_json(
-            {
-                "page": str(outcome.page),
-                "figures": {name: list(map(str, files)) for name, files in outcome.files.items()},
-                "missing": outcome.missing,
-            }
-        )
-        return
-    for files in outcome.files.values():
-        typer.echo(str(files[0]))
-    typer.echo(str(outcome.page))

@@ -15,6 +15,7 @@ from infinigen_kv.cli.loading import (
     check_memory_fit,
     load,
     read_calibration,
+    selected_config,
 )
 from infinigen_kv.cli.memory_options import DeviceMemoryOption, parse_memory
 from infinigen_kv.cli.options import (
@@ -93,6 +94,7 @@ def generate(
         policies=("stream" if full else "infinigen",),
     )
     made = None if full else calibrated(loaded, given)
+    config = config if made is None else selected_config(selection, made)
     generation = LanguageModel(loaded, made, config, where).generate(
         text,
         max_new_tokens=max_new_tokens,

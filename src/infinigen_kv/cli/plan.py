@@ -74,6 +74,7 @@ def plan(
     device_bytes = parse_memory("--device-memory", device_memory)
     host_bytes = parse_memory("--host-memory", host_memory)
     given = read_calibration(selection.calibration)
+    config = selection.config(given)
     geometry = _geometry(target, context)
     from infinigen_kv.memory import (
         Part,

@@ -56,7 +56,11 @@ class StorageOptions:
     ] = None
     evict: Annotated[
         str,
-        typer.Option("--evict", metavar="counter|lru|fifo", help="What makes room at the limit."),
+        typer.Option(
+            "--evict",
+            metavar="counter|lru|fifo",
+            help="What makes room at the limit; attention sinks stay.",
+        ),
     ] = "counter"
     resident: Annotated[
         str | None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from infinigen_kv.adapters import adapter_for
 from infinigen_kv.bench import EXTRA_STEPS, bench, paper_link_rate
 from infinigen_kv.calibration import Calibration
+from infinigen_kv.calibration.artefact import calibration_digest
 from infinigen_kv.calibration.fingerprint import digest, model_fingerprint
 from infinigen_kv.errors import InfiniGenError, InputError
 from infinigen_kv.fidelity import measure_fidelity
@@ -57,11 +58,13 @@ class Subject:
         What was calibrated for a layer depends on those before it alone, so it stays.
         """
         model = twin(self.model, layers=layers)
+        tuned = self.calibration.tuned
         kept = Calibration(
             fingerprint=model_fingerprint(adapter_for(model)),
             settings={**self.calibration.settings, "first_layers": layers},
             layers={i: each for i, each in self.calibration.layers.items() if i < layers},
             report={i: each for i, each in self.calibration.report.items() if int(i) < layers},
+            tuned=tuned and replace(tuned, alpha=tuned.alpha[:layers]),
         )
         return Subject(model, self.tokenizer, kept, f"{self.name}, first {layers} layers")
 
@@ -98,7 +101,7 @@ class Laboratory:
                 "version": version("infinigen-kv"),
                 "model": digest(model_fingerprint(adapter_for(model))),
                 "dtype": str(model.dtype).removeprefix("torch."),
-                "calibration": digest(dict(subject.calibration.settings)),
+                "calibration": calibration_digest(subject.calibration),
                 "text": prompt_digest(ids)[:16],
                 "kernels": find_kernels("auto", model.device, model.dtype).name,
                 "device": processor(model.device),
@@ -192,7 +195,7 @@ class Laboratory:
         measured = measure_fidelity(
             subject.model,
             subject.calibration,
-            point.config,
+            point.config(subject.calibration),
             tokens,
             prompt_tokens=point.prompt_tokens,
         )
@@ -221,7 +224,9 @@ class Laboratory:
     @staticmethod
     def _attached(subject: Subject, point: Point) -> AbstractContextManager[Session]:
         storage = StorageConfig(home=point.home, link=point.link, resident=point.resident)
-        return attach(subject.model, subject.calibration, point.config, storage)
+        return attach(
+            subject.model, subject.calibration, point.config(subject.calibration), storage
+        )
 
 
 def _unable(session: Session, policy: str) -> str | None:

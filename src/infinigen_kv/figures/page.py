@@ -12,6 +12,7 @@ from typing import Any
 from infinigen_kv.errors import InputError
 
 TEMPLATE = Path(__file__).with_name("page.html")
+TABLE = "table-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +42,18 @@ class Sheet:
 
     @property
     def heading(self) -> str:
-        """``Figure 14``; figures of our own go by their name."""
-        return f"Figure {self.name}"
+        """``Figure 14``, ``Table 1``; figures of our own go by their name."""
+        return heading(self.name)
 
     @property
     def anchor(self) -> str:
         """For links within the page."""
-        return "figure-" + re.sub(r"[^A-Za-z0-9]+", "-", self.name)
+        return re.sub(r"[^A-Za-z0-9]+", "-", self.heading.lower())
+
+
+def heading(name: str) -> str:
+    """What a figure or, by the name ``table-1``, a table is called."""
+    return f"Table {name.removeprefix(TABLE)}" if name.startswith(TABLE) else f"Figure {name}"
 
 
 def render_page(

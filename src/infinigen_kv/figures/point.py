@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from infinigen_kv.calibration import Calibration
 from infinigen_kv.config import InfiniGenConfig
 from infinigen_kv.policies.settings import BUDGET
 
@@ -61,15 +62,14 @@ class Point:
     partial_ratio: float | None = None
     max_fetch: float | None = None
 
-    @property
-    def config(self) -> InfiniGenConfig:
-        """Settings of the selection."""
+    def config(self, calibration: Calibration) -> InfiniGenConfig:
+        """Settings of the selection; what was tuned for the model where the point varies none."""
         own = {
             name: value
             for name in ("alpha", "partial_ratio", "max_fetch")
             if (value := getattr(self, name)) is not None
         }
-        return InfiniGenConfig(rehearsal=self.rehearsal, **own)
+        return calibration.config(rehearsal=self.rehearsal, **own)
 
     @property
     def label(self) -> str:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,50 +14,18 @@ from infinigen_kv.figures.drawing import Canvas
 from infinigen_kv.figures.laboratory import Laboratory
 from infinigen_kv.figures.machine import machine_facts
 from infinigen_kv.figures.measuring import Measured, look_up, measure_points, points_of
-from infinigen_kv.figures.page import Sheet, render_page
+from infinigen_kv.figures.page import Sheet, heading, render_page
 from infinigen_kv.figures.point import Point
 from infinigen_kv.figures.scale import Scale
+from infinigen_kv.figures.sheets import PAGE, Order, Outcome, write_sheets
 from infinigen_kv.figures.store import FOLDER, PointStore, plain, to_json, write_whole
 from infinigen_kv.link import LinkSpec
 
-PAGE = "index.html"
 PROMPT = "prompt.json"
 
 
-@dataclass(slots=True)
-class Outcome:
-    """Files that were written, by figure, and why others were not."""
-
-    page: Path
-    files: dict[str, list[Path]] = field(default_factory=dict)
-    missing: dict[str, str] = field(default_factory=dict)
-    interrupted: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
-    """What is wanted, and where it goes.
-
-    Parameters
-    ----------
-    figures
-        To be measured; others are drawn too where all their points are there.
-    folder
-        Of everything that is written; exists and can be written to.
-    command
-        As it was typed, for the page.
-    again
-        Measure finished points again.
-    """
-
-    figures: Sequence[Figure]
-    folder: Path
-    command: str
-    again: bool = False
-
-
 def make_figures(
-    order: Order, setting: Setting, laboratory: Laboratory, say: Callable[[str], None]
+    order: Order[Figure], setting: Setting, laboratory: Laboratory, say: Callable[[str], None]
 ) -> Outcome:
     """Measure, draw and write; an interruption stops measuring, what is there is drawn."""
     store = PointStore(order.folder / FOLDER, say)
@@ -75,18 +40,15 @@ def make_figures(
         say=say,
     )
     outcome = Outcome(order.folder / PAGE, interrupted=measured.interrupted)
-    sheets = []
-    for figure in FIGURES.values():
+
+    def draw(figure: Figure) -> Sheet | str | None:
         wanted = figure in order.figures
         part = measured if wanted else _earlier(figure, setting, laboratory, store)
         if part is None:
-            continue
-        sheet = _draw(figure, setting, part, laboratory)
-        if sheet is None:
-            outcome.missing[figure.name] = _why(figure, setting, part)
-            continue
-        sheets.append(sheet)
-        outcome.files[figure.name] = _write(order.folder, sheet, setting, laboratory)
+            return None
+        return _draw(figure, setting, part, laboratory) or _why(figure, setting, part)
+
+    sheets = write_sheets(FIGURES, draw, outcome, _facts(setting, laboratory))
     page = _page(order, setting, laboratory, sheets, outcome.missing)
     write_whole(outcome.page, page)
     return outcome
@@ -102,7 +64,7 @@ def kv_bytes(laboratory: Laboratory) -> int:
 
 
 def paper_link(
-    order: Order, scale: Scale, laboratory: Laboratory, say: Callable[[str], None]
+    order: Order[Figure], scale: Scale, laboratory: Laboratory, say: Callable[[str], None]
 ) -> str:
     """The link at the paper's balance for the headline prompt, measured once and kept.
 
@@ -207,36 +169,17 @@ def _why(figure: Figure, setting: Setting, measured: Measured) -> str:
     return "its points are not measured yet" if measured.interrupted else "nothing to draw"
 
 
-def _write(folder: Path, sheet: Sheet, setting: Setting, laboratory: Laboratory) -> list[Path]:
-    """The picture, the table, and everything as JSON."""
-    paths = [folder / f"figure-{sheet.name}.{kind}" for kind in ("png", "csv", "json")]
-    values = {
-        "figure": sheet.name,
-        "title": sheet.title,
-        "about": sheet.about,
-        "remarks": sheet.remarks,
+def _facts(setting: Setting, laboratory: Laboratory) -> dict[str, Any]:
+    return {
         "model": setting.model,
         "link": setting.link,
         "link_is_emulated": LinkSpec.parse(setting.link).is_emulated,
         **laboratory.about(setting.base()),
-        "rows": sheet.rows,
     }
-    contents: tuple[str | bytes, ...] = (sheet.png, _csv(sheet.rows), to_json(values))
-    for path, data in zip(paths, contents, strict=True):
-        write_whole(path, data)
-    return paths
-
-
-def _csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, fieldnames=list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return buffer.getvalue()
 
 
 def _page(
-    order: Order,
+    order: Order[Figure],
     setting: Setting,
     laboratory: Laboratory,
     sheets: Sequence[Sheet],
@@ -270,7 +213,7 @@ def _page(
             "Settings": {name: str(value) for name, value in settings.items()},
         },
         sheets=sheets,
-        missing={f"Figure {name}": why for name, why in missing.items()},
+        missing={heading(name): why for name, why in missing.items()},
     )
 
 
