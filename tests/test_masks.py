@@ -15,7 +15,7 @@ from transformers.masking_utils import (
 
 import tiny
 from calibrating import feed, left_padded, tokens
-from infinigen_kv import attach, session
+from infinigen_kv import attach, hooks
 from infinigen_kv.attention import causal_mask
 from infinigen_kv.masks import decoder_mask
 
@@ -65,7 +65,7 @@ def test_models_ask_for_it(family: str, monkeypatch: pytest.MonkeyPatch) -> None
         seen.append((options.get("local_size") is not None, made is not None))
         return made
 
-    monkeypatch.setattr(session, "decoder_mask", watched)
+    monkeypatch.setattr(hooks, "decoder_mask", watched)
     model = tiny.TINY[family]()
     ids, mask = left_padded(tokens(2, 50), (0, 7))
     with attach(model) as attached:

@@ -54,9 +54,8 @@ def test_each_part_gets_its_own_time(
         for part, seconds in parts:
             monkeypatch.setattr(part, "forward", clock.passing(part.forward, seconds))
     with attach(model, calibration, selecting(), FAST) as session:
-        rehearse = session.attention_input
-        monkeypatch.setattr(session, "attention_input", clock.passing(rehearse, 1.0))
         cache = session.new_cache(tokens=PROMPT + 2)
+        monkeypatch.setattr(cache, "attention_input", clock.passing(cache.attention_input, 1.0))
         prefill(session, cache, tokens(1, PROMPT))
         statistics, first = cache.storage.link.statistics, model.model.layers[0].self_attn
         project = first.q_proj.forward

@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 
 from infinigen_kv import InfiniGenConfig, InputError
+from infinigen_kv.calibration import Calibration
+from infinigen_kv.calibration.tuned import Tuned
 from infinigen_kv.figures.point import Point
 
 POINT = Point(policies=("stream",), prompt_tokens=100, decode_tokens=4)
+UNTUNED = Calibration({}, {}, {})
 ABOUT = {"model": "a", "threads": 2}
 CHANGES: dict[str, Any] = {
     "kind": "blocks",
@@ -49,14 +52,21 @@ def test_model_and_machine_are_part_of_the_name() -> None:
 
 
 def test_what_is_not_said_has_its_default() -> None:
-    assert POINT.config == InfiniGenConfig()
-    config = replace(POINT, rehearsal="paper", alpha=3.0).config
+    assert POINT.config(UNTUNED) == InfiniGenConfig()
+    config = replace(POINT, rehearsal="paper", alpha=3.0).config(UNTUNED)
     assert config == InfiniGenConfig(rehearsal="paper", alpha=3.0)
 
 
 def test_a_setting_out_of_range() -> None:
     with pytest.raises(InputError, match="alpha=-1"):
-        _ = replace(POINT, alpha=-1.0).config
+        replace(POINT, alpha=-1.0).config(UNTUNED)
+
+
+def test_what_was_tuned_goes_with_the_calibrated_rehearsal() -> None:
+    made = replace(UNTUNED, tuned=Tuned((2.0, 5.0), 0.4, 0.5, 0.02))
+    assert POINT.config(made) == made.config()
+    assert replace(POINT, alpha=3.0).config(made).alpha == 3.0
+    assert replace(POINT, rehearsal="paper").config(made) == InfiniGenConfig(rehearsal="paper")
 
 
 def test_a_label_says_what_varies() -> None:

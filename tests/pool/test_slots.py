@@ -89,7 +89,7 @@ class NaiveMap:
     def truncate(self, seen: int) -> None:
         self.tokens = [token for token in self.tokens if token.position < seen]
         self.seen = min(self.seen, seen)
-        self.padding = self.padding if self.seen else 0
+        self.padding = self.padding if seen else 0
 
 
 class SlotMachine(RuleBasedStateMachine):

@@ -166,6 +166,8 @@ class SlotMap:
             tokens can always be forgotten.
         """
         tokens_seen = max(0, tokens_seen)
+        if tokens_seen == 0:
+            self.padding = 0
         if tokens_seen >= self.tokens_seen:
             return
         evicted = self.tokens_seen - self.length
@@ -178,8 +180,6 @@ class SlotMap:
         self.length = self.tokens_seen = tokens_seen
         self._sink_slots = self._sink_slots[self._sink_slots < tokens_seen]
         self._newest = tokens_seen - 1
-        if tokens_seen == 0:
-            self.padding = 0
 
     def copy(self) -> SlotMap:
         """An independent map in the same state, for a row that is repeated."""
