@@ -75,6 +75,15 @@ def test_bad_options_are_refused_before_the_model_is_loaded(
     assert "loading" not in result.stderr
 
 
+def test_a_folder_that_cannot_be_replaced_is_refused_before_the_model_is_loaded(
+    run: Run, artefact: Path
+) -> None:
+    (artefact / "notes.txt").write_text("mine", encoding="utf-8")
+    result = run("tune", "./no-model", "--calibration", artefact)
+    assert "exists and is not a calibration" in refusal(result)
+    assert "loading" not in result.stderr
+
+
 def test_text_too_short(run: Run, model_folder: Path, tmp_path: Path, artefact: Path) -> None:
     path = tmp_path / "short.txt"
     path.write_text("too short", encoding="utf-8")

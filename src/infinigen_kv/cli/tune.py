@@ -120,6 +120,7 @@ def tune(
     given = read_calibration(calibration, with_tuned=False)
     if calibration is not None:
         ensure_folder(calibration.absolute().parent, option="--calibration")
+        _check_replaceable(calibration)
     loaded = load(target)
     check_fit(loaded, given, None, 1)
     if not forget:
@@ -164,6 +165,13 @@ def _options(**values: Any) -> TuneOptions:
             raise
         raise InputError(f"--{field.replace('_', '-')} {rest}") from error
     return options
+
+
+def _check_replaceable(folder: Path) -> None:
+    """Refuse now what could not be stored after minutes of tuning."""
+    from infinigen_kv.calibration.artefact import check_target
+
+    check_target(folder)
 
 
 def _cached(made: Calibration) -> Path:
