@@ -29,6 +29,7 @@ from infinigen_kv.session import Session
 WARM_UP = 4  # steps that are not measured
 RECORDED = 4  # steps after the measured ones, for the fetched share
 EXTRA_STEPS = WARM_UP + RECORDED
+PACED = 16  # steps that the link of the paper's balance is set by, a quarter of them to warm up
 IDEAL = "ideal"
 
 StepListener = Callable[[Tensor, Tensor, bool], None]
@@ -182,9 +183,9 @@ def paper_link_rate(session: Session, *, context: int, rows: int = 1) -> float:
     prompt; fewer where the model has no positions left for the measured steps.
     """
     if session.adapter.max_positions is not None:
-        context = max(1, min(context, session.adapter.max_positions - WARM_UP))
+        context = max(1, min(context, session.adapter.max_positions - PACED))
     ids = torch.ones(rows, context, dtype=torch.long, device=session.model.device)
-    cache = session.new_cache(tokens=context + WARM_UP + 1, policy=IDEAL)
+    cache = session.new_cache(tokens=context + PACED + 1, policy=IDEAL)
     prefill(session, cache, ids)
     try:
         return _paper_rate(session, cache, ids)
@@ -196,8 +197,10 @@ def _paper_rate(session: Session, ideal: InfiniGenCache, prompt: Tensor) -> floa
     """Measure a block on the ideal cache."""
     length = ideal.get_seq_length()
     probe = copy.deepcopy(ideal)  # sliding layers could not take the tokens back
-    times = [_timed_step(session, probe, prompt[:, -1:])[1] for _ in range(WARM_UP)]
-    block = statistics.median(times) / 1e3 / len(session.adapter.layers)
+    limit = session.adapter.max_positions
+    steps = PACED if limit is None else max(1, min(PACED, limit - length))
+    times = [_timed_step(session, probe, prompt[:, -1:])[1] for _ in range(steps)]
+    block = statistics.median(times[steps // 4 :]) / 1e3 / len(session.adapter.layers)
     spec = next(spec for spec in session.adapter.layers if not spec.is_sliding)
     dtype = session.model.dtype
     entry = 2 * spec.head_dim * spec.num_kv_heads * dtype.itemsize
