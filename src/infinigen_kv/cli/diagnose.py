@@ -126,10 +126,6 @@ def diagnose(
         command = _command(html, reading, selection, target)
         title = f"InfiniGen on {Path(target.model).name or target.model}"
         write_text(html, render_page(found, title=title, command=command, facts=facts))
-    if json:
-        page = None if html is None else str(html)
-        print_json({"model": target.model, **facts, **found.to_dict(), "html": page})
-        return
     from infinigen_kv.cli.diagnosis_report import print_report
 
     print_report(
@@ -137,6 +133,9 @@ def diagnose(
     )
     if html is not None:
         typer.echo(str(html))
+    if json:
+        page = None if html is None else str(html)
+        print_json({"model": target.model, **facts, **found.to_dict(), "html": page})
 
 
 def _check_html(html: Path | None) -> None:
