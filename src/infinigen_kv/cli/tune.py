@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,8 +22,10 @@ if TYPE_CHECKING:
     from infinigen_kv.tuning.options import TuneOptions
 
 
-def tune(
-    *,
+@dataclass(frozen=True, kw_only=True)
+class TuningOptions:
+    """What is wanted, and on which text."""
+
     target_kl: Annotated[
         float,
         typer.Option(
@@ -30,13 +33,13 @@ def tune(
             metavar="NATS",
             help="Largest KL(full || selected) of the next token that is acceptable.",
         ),
-    ] = 0.02,
+    ] = 0.02
     max_fetch: Annotated[
         float,
         typer.Option(
             "--max-fetch", metavar="F", help="Largest share of the cache to attend to, in (0, 1]."
         ),
-    ] = 0.3,
+    ] = 0.3
     partial_ratio: Annotated[
         float | None,
         typer.Option(
@@ -46,7 +49,7 @@ def tune(
             "[default: 0.375]",
             show_default=False,
         ),
-    ] = None,
+    ] = None
     resident: Annotated[
         str | None,
         typer.Option(
@@ -55,7 +58,7 @@ def tune(
             help="Resident set to tune for, as in `bench`. [default: 20%]",
             show_default=False,
         ),
-    ] = None,
+    ] = None
     text: Annotated[
         list[Path] | None,
         typer.Option(
@@ -65,17 +68,17 @@ def tune(
             "times. [default: docstrings and source of Python's standard library]",
             show_default=False,
         ),
-    ] = None,
+    ] = None
     prompt_tokens: Annotated[
         int,
         typer.Option(
             "--prompt-tokens", metavar="P", min=32, help="Tokens before those that select."
         ),
-    ] = 2048,
+    ] = 2048
     decode_tokens: Annotated[
         int,
         typer.Option("--decode-tokens", metavar="T", min=2, help="Tokens of a window that select."),
-    ] = 144,
+    ] = 144
     windows: Annotated[
         int,
         typer.Option(
@@ -84,7 +87,30 @@ def tune(
             min=1,
             help="Windows of text to tune on, and as many to check with.",
         ),
-    ] = 4,
+    ] = 4
+
+    def options(self) -> TuneOptions:
+        """Validated; errors name the option as it was typed."""
+        from infinigen_kv.storage import parse_size
+        from infinigen_kv.tuning.options import TuneOptions
+
+        values = {name: value for name, value in asdict(self).items() if name != "text"}
+        if self.resident is not None:
+            values["resident"] = parse_size("--resident", self.resident)
+        try:
+            made = TuneOptions(**values)
+            made.config()
+            _ = made.storage
+        except InputError as error:
+            field, separator, reason = str(error).partition("=")
+            if not separator or field not in values:
+                raise
+            raise InputError(f"--{field.replace('_', '-')} {reason}") from error
+        return made
+
+
+def tune(
+    *,
     calibration: Annotated[
         Path | None,
         typer.Option(
@@ -99,24 +125,15 @@ def tune(
         bool, typer.Option("--forget", help="Go back to the defaults: drop what was tuned before.")
     ] = False,
     json: JsonOption = False,
+    wanted: TuningOptions,
     target: ModelOptions,
 ) -> None:
     """Choose each layer's alpha for this model: a wanted KL for the fewest bytes over the link.
 
     The settings are stored beside the calibration, and every command uses them from then on.
     """
-    from infinigen_kv.storage import parse_size
-
-    options = _options(
-        target_kl=target_kl,
-        max_fetch=max_fetch,
-        partial_ratio=partial_ratio,
-        resident=None if resident is None else parse_size("--resident", resident),
-        prompt_tokens=prompt_tokens,
-        decode_tokens=decode_tokens,
-        windows=windows,
-    )
-    texts = [read_text(path, option="--text") for path in text] if text else None
+    options = wanted.options()
+    texts = [read_text(path, option="--text") for path in wanted.text] if wanted.text else None
     given = read_calibration(calibration, with_tuned=False)
     if calibration is not None:
         ensure_folder(calibration.absolute().parent, option="--calibration")
@@ -130,8 +147,6 @@ def tune(
     made = calibrated(loaded, given)
     folder = calibration or _cached(made)
     if forget:
-        from dataclasses import replace
-
         replace(made, tuned=None).save(folder)
         say("the defaults are used again")
         return
@@ -149,22 +164,6 @@ def tune(
     typer.echo(f"stored in {folder}; used from now on, `tune --forget` goes back")
     if json:
         print_json({"model": target.model, "artefact": str(folder), **found.tuned.to_dict()})
-
-
-def _options(**values: Any) -> TuneOptions:
-    """Validated; errors name the option as it was typed."""
-    from infinigen_kv.tuning.options import TuneOptions
-
-    try:
-        options = TuneOptions(**values)
-        options.config()
-        _ = options.storage
-    except InputError as error:
-        field, separator, rest = str(error).partition("=")
-        if not separator or field not in values:
-            raise
-        raise InputError(f"--{field.replace('_', '-')} {rest}") from error
-    return options
 
 
 def _check_replaceable(folder: Path) -> None:
