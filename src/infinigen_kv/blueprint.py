@@ -122,8 +122,9 @@ class CacheBlueprint:
             assert self._calibration is not None
             fitted = self._calibration.layers[spec.index]
             paper = self._plan.config.rehearsal == "paper"
+            correction = None if paper else fitted
             self._rehearsals[spec.index] = RehearsalLayer(
-                predict_query=QueryPredictor(self._adapter, spec.index, None if paper else fitted),
+                predict_query=QueryPredictor(self._adapter, spec.index, correction, self._kernels),
                 skew=fitted.skew if paper else None,
                 scaling=spec.scaling,
                 softcap=spec.softcap,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from infinigen_kv.attention import decode_attention, decode_weights
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
 KernelsName = Literal["auto", "native", "torch"]
 KERNELS: tuple[KernelsName, ...] = get_args(KernelsName)
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
+
+AddLowRank = Callable[[Tensor, Tensor], Tensor]
+"""``(projected (B, Q, N), inputs (B, Q, M)) -> (B, Q, N)``; may overwrite ``projected``."""
 
 
 class Kernels(ABC):
@@ -117,6 +122,17 @@ class Kernels(ABC):
     def append(self, partial: PartialKeys, keys: Tensor) -> None:
         """Add the partial keys of one new token per row, ``keys`` ``(B, H_kv, 1, D)``."""
         partial.append(keys)
+
+    def low_rank(self, down: Tensor, bias: Tensor, up: Tensor) -> AddLowRank:
+        """What adds ``(x down^T + bias) up`` to a projection of ``x``.
+
+        ``down`` is ``(r, M)``, ``bias`` ``(r,)`` and ``up`` ``(r, N)``, all contiguous.
+        """
+
+        def add(projected: Tensor, inputs: Tensor) -> Tensor:
+            return projected + F.linear(inputs, down, bias) @ up
+
+        return add
 
 
 class TorchKernels(Kernels):

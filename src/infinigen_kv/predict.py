@@ -7,6 +7,7 @@ from torch import Tensor
 
 from infinigen_kv.adapters.base import Adapter
 from infinigen_kv.calibration import LayerCalibration
+from infinigen_kv.kernels import AddLowRank, Kernels, TorchKernels
 from infinigen_kv.step import Step
 
 
@@ -15,23 +16,38 @@ class QueryPredictor:
 
     Without a correction this is the paper's rehearsal: the layer's own weights on the previous
     layer's input.
+
+    Parameters
+    ----------
+    fitted
+        Of the layer; None for the paper's rehearsal.
+    kernels
+        Who adds the correction; None for PyTorch.
     """
 
-    def __init__(self, adapter: Adapter, index: int, fitted: LayerCalibration | None) -> None:
+    def __init__(
+        self,
+        adapter: Adapter,
+        index: int,
+        fitted: LayerCalibration | None,
+        kernels: Kernels | None = None,
+    ) -> None:
         self._adapter = adapter
         self._index = index
         self._weight, self._bias = adapter.query_weight(index)
-        self._down: Tensor | None = None
+        self._correct: AddLowRank | None = None
         if fitted is not None:
-            self._down = fitted.down[:-1].T.to(self._weight).contiguous()  # (r, M)
-            self._down_bias = fitted.down[-1].to(self._weight)  # (r,)
-            self._up = fitted.up.T.to(self._weight).contiguous()  # (H * D, r)
+            down, bias, up = (
+                part.to(self._weight).contiguous()
+                for part in (fitted.down[:-1].T, fitted.down[-1], fitted.up)
+            )
+            self._correct = (kernels or TorchKernels()).low_rank(down, bias, up)
 
     def __call__(self, hidden: Tensor, step: Step) -> Tensor:
         """``(B, Q, M)`` to ``(B, H, Q, D)``."""
         hidden = hidden.to(self._weight.device)
         query = F.linear(hidden, self._weight, self._bias)
-        if self._down is not None:
-            query = query + F.linear(F.linear(hidden, self._down, self._down_bias), self._up)
+        if self._correct is not None:
+            query = self._correct(query, hidden)
         rotary = step.rotary(self._adapter, self._index, hidden)
         return self._adapter.finish_query(self._index, query, rotary)

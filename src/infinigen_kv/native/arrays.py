@@ -13,7 +13,11 @@ Array = np.ndarray[Any, Any]
 
 def as_array(tensor: Tensor) -> Array:
     """The same memory; a copy where it is not contiguous. bfloat16 becomes its bits."""
-    tensor = tensor.detach().contiguous()
+    # asking costs less than calls that change nothing, and a step makes hundreds of arrays
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if not tensor.is_contiguous():
+        tensor = tensor.contiguous()
     return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 

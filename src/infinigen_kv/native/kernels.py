@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from infinigen_kv.errors import InfiniGenError
-from infinigen_kv.kernels import Kernels
+from infinigen_kv.kernels import AddLowRank, Kernels
 from infinigen_kv.native.arrays import Array, as_array, as_flat
 from infinigen_kv.native.attend import append_partial, attend
 from infinigen_kv.native.choose import choose
+from infinigen_kv.native.low_rank import add_low_rank
 from infinigen_kv.native.resident_set import NativeResidentSet
 from infinigen_kv.pool.entries import Entries
 from infinigen_kv.rehearsal.partial_keys import PartialKeys
@@ -150,6 +151,24 @@ class NativeKernels(Kernels):
             as_array(partial.storage),
             token,
         )
+
+    def low_rank(self, down: Tensor, bias: Tensor, up: Tensor) -> AddLowRank:
+        add_to_many = super().low_rank(down, bias, up)
+        parts = as_array(down), as_array(bias), as_array(up)
+        inputs_size, size = down.shape[1], up.shape[1]
+
+        def add(projected: Tensor, inputs: Tensor) -> Tensor:
+            if inputs.shape[1] > 1:  # a prompt's tokens: a matrix product is faster
+                return add_to_many(projected, inputs)
+            projected = projected.contiguous()
+            add_low_rank(
+                as_array(inputs).reshape(-1, inputs_size),
+                *parts,
+                as_array(projected).reshape(-1, size),
+            )
+            return projected
+
+        return add
 
     def _reserve_scores(self, jobs: int, group: int, tokens: int) -> None:
         have = self._scores.shape

@@ -105,22 +105,30 @@ def oldest(used: Any, budget: int, count: int) -> Any:
 
 @compiled
 def move_in(
-    place_of: Any, slot_of: Any, slots: Any, place: int, nobody: int, kept: Any, new: Any
+    place_of: Any,
+    slot_of: Any,
+    slots: Any,
+    place: int,
+    nobody: int,
+    kept_keys: Any,
+    kept_values: Any,
+    keys: Any,
+    values: Any,
 ) -> None:
     """Keep one new token per row in ``place``: ``slots`` ``(B,)``, -1 if it was dropped at once.
 
-    ``kept`` is ``(B, H_kv, places, D)`` and ``new`` ``(B, H_kv, D)``, of keys or of values; the
-    maps are the same after the second of them.
+    What is kept is ``(B, H_kv, places, D)``, and what is new ``(B, H_kv, D)``.
     """
     for row in range(len(slots)):
         slot = slots[row]
-        for head in range(new.shape[1]):
+        for head in range(keys.shape[1]):
             if slot >= 0:
                 stale = place_of[row, head, slot]
                 if stale != nobody:
                     slot_of[row, head, stale] = -1
             move(place_of[row, head], slot_of[row, head], slot, place, nobody)
-            kept[row, head, place] = new[row, head]
+            kept_keys[row, head, place] = keys[row, head]
+            kept_values[row, head, place] = values[row, head]
 
 
 @compiled

@@ -44,13 +44,14 @@ class NativeResidentSet(ResidentSet):
             return
         place = self.budget + self._newest
         self._newest = (self._newest + 1) % self.ring
-        for kept, new in ((self._keys, keys), (self._values, values)):
-            move_in(
-                self._place_of.numpy(),
-                self._slot_of.numpy(),
-                slots[:, 0].contiguous().numpy(),
-                place,
-                self.nobody,
-                as_array(kept),
-                as_array(new.squeeze(2)),
-            )
+        move_in(
+            self._place_of.numpy(),
+            self._slot_of.numpy(),
+            slots[:, 0].contiguous().numpy(),
+            place,
+            self.nobody,
+            as_array(self._keys),
+            as_array(self._values),
+            as_array(keys.squeeze(2)),
+            as_array(values.squeeze(2)),
+        )

@@ -308,9 +308,17 @@ class LinkedPool(Pool):
             resident.drop(slots)
             resident.add_new(slots[:, -count:], keys, values)
 
-    @torch.inference_mode(False)
     def _resident_set(self, keys: Tensor, values: Tensor) -> ResidentSet:
-        if self._resident is None:
-            self._resident = self._kind(keys, values, budget=self._budget, ring=RING)
-        self._resident.reserve(max(self._home.length, self._home.reserved))
+        """With room for the home's tokens; made for ``keys`` and ``values`` if there is none."""
+        slots = max(self._home.length, self._home.reserved)
+        if self._resident is None or self._resident.slots < slots:
+            self._resident = self._roomy(self._resident, slots, keys, values)
         return self._resident
+
+    @torch.inference_mode(False)  # what that makes may be written to outside of it later
+    def _roomy(
+        self, held: ResidentSet | None, slots: int, keys: Tensor, values: Tensor
+    ) -> ResidentSet:
+        made = held or self._kind(keys, values, budget=self._budget, ring=RING)
+        made.reserve(slots)
+        return made

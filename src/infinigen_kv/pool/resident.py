@@ -68,6 +68,11 @@ class ResidentSet:
             for tensor in (self._keys, self._values, self._place_of, self._slot_of, self._used)
         )
 
+    @property
+    def slots(self) -> int:
+        """Slots that the map has room for."""
+        return self._place_of.shape[2] - 1
+
     def reserve(self, slots: int) -> None:
         """Make room in the map for slots below ``slots`` and a spare column, before their use."""
         rows, maps, columns = self._place_of.shape
