@@ -40,7 +40,7 @@ class NaiveSelection:
         self._config = config
         self._inputs: dict[int, Tensor] = {}
         self._rotary: dict[int, tuple[Tensor, Tensor]] = {}
-        self._prompt: dict[int, tuple[Array, Array]] = {}
+        self._prompt: dict[int, tuple[Array, Array, Array]] = {}
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -75,7 +75,7 @@ class NaiveSelection:
     ) -> tuple[Tensor, None]:
         index, single = module.layer_idx, query.shape[2] == 1
         if not single:
-            self._prompt[index] = (_array(query), _array(key))
+            self._prompt[index] = (_array(query), _array(key), _array(value))
         if not single or index not in self._calibration.layers:
             return _plain(query, key, value, mask, scaling, softcap), None
         rows = [
@@ -117,9 +117,20 @@ class NaiveSelection:
             scores = np.array([scaling * (q @ keys[kv][t]) for t in seen])
             if softcap is not None:
                 scores = softcap * np.tanh(scores / softcap)
-            weights = np.exp(scores - scores.max())
-            weights /= weights.sum()
-            outputs.append(sum(w * values[kv][t] for w, t in zip(weights, seen, strict=True)))
+            top = scores.max()
+            weights = np.exp(scores - top)
+            total = weights.sum()
+            output = sum(w * values[kv][t] for w, t in zip(weights, seen, strict=True))
+            if self._config.tail:
+                score = self._scorer(module.layer_idx, row, kv, group)
+                guess = self._guesser(module.layer_idx, row, kv, group)
+                for t in set(range(keys.shape[1] - 1)) - sets[kv]:
+                    rest = score(q * scaling, keys[kv][t])
+                    rest = rest if softcap is None else softcap * np.tanh(rest / softcap)
+                    weight = min(1.0, np.exp(rest - top))
+                    total += weight
+                    output = output + weight * guess(keys[kv][t])
+            outputs.append(output / total)
         return np.stack(outputs)
 
     def _select(self, margins: list[list[float]]) -> list[set[int]]:
@@ -164,9 +175,7 @@ class NaiveSelection:
 
     def _scorer(self, index: int, row: int, head: int, group: int) -> Any:
         """``(scaled query (D,), key (D,)) -> score``, of rank R."""
-        pad = self.padding[row]
-        queries, keys = (each[row][:, pad:] for each in self._prompt[index])
-        queries, keys = queries[head * group : (head + 1) * group], keys[head]
+        queries, keys, _ = self._prompt_of(index, row, head, group)
         rank = max(1, round(self._config.partial_ratio * keys.shape[1]))
         if self._config.rehearsal == "paper":
             skew = _array(self._calibration.layers[index].skew)[head]
@@ -174,14 +183,40 @@ class NaiveSelection:
             size = size + sum(abs(k @ skew) for k in keys)
             columns = np.argsort(-size)[:rank]
             return lambda q, k: (q @ skew)[columns] @ (k @ skew)[columns]
+        mean, to_query, to_key = self._projections(index, row, head, group)
+        # with the mean's own score the height is right too, which a soft cap and the tail need
+        return lambda q, k: (q @ to_query) @ ((k - mean) @ to_key) + q @ mean
+
+    def _guesser(self, index: int, row: int, head: int, group: int) -> Any:
+        """``key (D,) -> value (D_v,)``: least squares from the partial keys of the prompt."""
+        mean, _, to_key = self._projections(index, row, head, group)
+        _, keys, values = self._prompt_of(index, row, head, group)
+        partial = (keys - mean) @ to_key
+        spread, mixed = partial - partial.mean(axis=0), values - values.mean(axis=0)
+        square = spread.T @ spread
+        square = square + 1e-4 * np.diag(np.diag(square))
+        slope = np.linalg.solve(square, spread.T @ mixed)
+        base = values.mean(axis=0) - partial.mean(axis=0) @ slope
+        return lambda k: base + ((k - mean) @ to_key) @ slope
+
+    def _prompt_of(self, index: int, row: int, head: int, group: int) -> tuple[Array, Array, Array]:
+        """Queries ``(G, T, D)``, keys and values ``(T, D)`` of one head's prompt."""
+        queries, keys, values = (each[row][:, self.padding[row] :] for each in self._prompt[index])
+        return queries[head * group : (head + 1) * group], keys[head], values[head]
+
+    def _projections(
+        self, index: int, row: int, head: int, group: int
+    ) -> tuple[Array, Array, Array]:
+        """Mean key ``(D,)``, and what projects queries and centred keys ``(D, R)``."""
+        queries, keys, _ = self._prompt_of(index, row, head, group)
+        rank = max(1, round(self._config.partial_ratio * keys.shape[1]))
         mean = keys.mean(axis=0)
         moment = sum((t + 1) ** 3 * np.outer(q, q) for each in queries for t, q in enumerate(each))
         spread = sum(np.outer(k - mean, k - mean) for k in keys)
         left, scale, right = np.linalg.svd(_power(moment, 0.5) @ _power(spread, 0.5))
         to_query = _power(moment, -0.5) @ left[:, :rank] * np.sqrt(scale[:rank])
         to_key = _power(spread, -0.5) @ right.T[:, :rank] * np.sqrt(scale[:rank])
-        # with the mean's own score the height is right too, which a soft cap needs
-        return lambda q, k: (q @ to_query) @ ((k - mean) @ to_key) + q @ mean
+        return mean, to_query, to_key
 
 
 def _plain(

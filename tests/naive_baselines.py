@@ -223,7 +223,7 @@ class NaiveBaseline(NaiveSelection):
         if (layer, row, head) not in self._choosers:
             made = self._choosers[layer, row, head] = self._make()
             pad = self.padding[row]
-            queries, keys = (each[row][:, pad:] for each in self._prompt[layer])
+            queries, keys, _ = (each[row][:, pad:] for each in self._prompt[layer])
             for at in range(keys.shape[1]):
                 mine = queries[head * group : (head + 1) * group, at]
                 weights = GroupScore(mine, scaling, softcap).weights(keys[head][: at + 1])

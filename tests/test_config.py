@@ -40,6 +40,7 @@ BAD: list[tuple[str, Any, str]] = [
         ("rehearsal", value, "one of 'calibrated', 'paper'")
         for value in ("Paper", "", "oracle", None, 1, True, NAN, ["paper"])
     ),
+    *(("tail", value, "True or False") for value in (0, 1, 1.0, "yes", [True], NAN)),
 ]
 GOOD: list[tuple[str, Any]] = [
     ("alpha", 0), ("alpha", 0.0), ("alpha", 7), ("alpha", 1e9),
@@ -51,6 +52,7 @@ GOOD: list[tuple[str, Any]] = [
     ("sink_tokens", 0), ("sink_tokens", 4),
     ("min_context", 1), ("min_context", 100_000),
     ("rehearsal", "paper"), ("rehearsal", "calibrated"),
+    ("tail", True), ("tail", False),
 ]  # fmt: skip
 
 
@@ -69,6 +71,13 @@ def test_a_bad_value_is_named_with_its_field_and_what_is_allowed(
 def test_values_at_the_edges_of_the_range_are_kept(name: str, value: Any) -> None:
     assert getattr(InfiniGenConfig(**{name: value}), name) == value
     assert InfiniGenConfig.from_dict({name: value}) == InfiniGenConfig(**{name: value})
+
+
+def test_the_tail_needs_scores_of_absolute_height() -> None:
+    assert InfiniGenConfig().tail
+    assert not InfiniGenConfig(rehearsal="paper").tail
+    with pytest.raises(InputError, match="tail=True is not valid with rehearsal='paper'"):
+        InfiniGenConfig(rehearsal="paper", tail=True)
 
 
 def test_every_field_is_covered_here() -> None:

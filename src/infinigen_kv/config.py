@@ -14,8 +14,20 @@ PROMPT_CHUNK = 2048
 """Tokens of a prompt that one forward reads, unless said otherwise."""
 
 OWN_DEFAULTS: dict[str, dict[str, Any]] = {
-    "calibrated": {"alpha": 4.25, "partial_ratio": 0.375, "recent_tokens": 32, "sink_tokens": 1},
-    "paper": {"alpha": 5.0, "partial_ratio": 0.3, "recent_tokens": 0, "sink_tokens": 0},
+    "calibrated": {
+        "alpha": 4.25,
+        "partial_ratio": 0.375,
+        "recent_tokens": 32,
+        "sink_tokens": 1,
+        "tail": True,
+    },
+    "paper": {
+        "alpha": 5.0,
+        "partial_ratio": 0.3,
+        "recent_tokens": 0,
+        "sink_tokens": 0,
+        "tail": False,
+    },
 }
 """What each rehearsal uses for settings that are None; ``paper`` as published for Llama models."""
 
@@ -29,7 +41,7 @@ class InfiniGenConfig:
     rehearsal
         ``calibrated``: fitted query predictor and the best rank-R score; ``paper``: skewed partial
         weights (OSDI 2024, section 4.3). Each has its own defaults for the next four settings
-        (`OWN_DEFAULTS`), which None stands for.
+        and ``tail`` (`OWN_DEFAULTS`), which None stands for.
     alpha
         A token is wanted when its predicted score is within ``alpha`` of the head's highest one
         (section 4.3; natural-log units, since scores are exponents of the softmax). One number for
@@ -47,6 +59,9 @@ class InfiniGenConfig:
         predecessor to rehearse from.
     min_context
         Rows with fewer cached tokens than this are attended to in full.
+    tail
+        Whether what a step leaves behind is estimated from the partial keys (`rehearsal.tail`); if
+        not, it has no weight, as in the paper. Only the calibrated rehearsal knows how.
 
     Raises
     ------
@@ -63,6 +78,7 @@ class InfiniGenConfig:
     max_fetch: float = 0.2
     first_layer: int = 1
     min_context: int = 256
+    tail: bool = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         if self.rehearsal not in get_args(RehearsalName):
@@ -77,6 +93,13 @@ class InfiniGenConfig:
         self._check_integer("recent_tokens", 0)
         self._check_integer("sink_tokens", 0)
         self._check_integer("min_context", 1)
+        if not isinstance(self.tail, bool):
+            raise _invalid("tail", self.tail, "True or False")
+        if self.tail and self.rehearsal == "paper":
+            raise InputError(
+                "tail=True is not valid with rehearsal='paper': the scores of its skewed columns "
+                "have no absolute height; leave tail out, or use rehearsal='calibrated'"
+            )
 
     def _check_alpha(self) -> None:
         given: Any = self.alpha

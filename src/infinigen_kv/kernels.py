@@ -18,6 +18,7 @@ from infinigen_kv.pool.entries import Entries
 from infinigen_kv.pool.resident import ResidentSet
 from infinigen_kv.rehearsal.partial_keys import PartialKeys
 from infinigen_kv.rehearsal.select import Candidates, Selection, choose
+from infinigen_kv.rehearsal.tail import Tail, attention_with_tail
 
 if TYPE_CHECKING:
     from infinigen_kv.native.kernels import NativeKernels
@@ -82,6 +83,7 @@ class Kernels(ABC):
         scaling: float,
         softcap: float | None,
         weighed: bool = False,
+        tail: Tail | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attention over entries and each query's own token.
 
@@ -96,6 +98,8 @@ class Kernels(ABC):
             Of the own token, ``(B, H_kv, 1, D)``.
         weighed
             Also return the probabilities.
+        tail
+            What stands for the other tokens, see `rehearsal.tail`; not together with ``weighed``.
 
         Returns
         -------
@@ -163,11 +167,19 @@ class TorchKernels(Kernels):
         scaling: float,
         softcap: float | None,
         weighed: bool = False,
+        tail: Tail | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         moved_keys, moved_values = entries.gather()
         all_keys = torch.cat([moved_keys, keys], dim=2)
         all_values = torch.cat([moved_values, values], dim=2)
         visible = None if counts is None else _meant_and_own(counts, moved_keys)
+        if tail is not None:
+            assert not weighed
+            output = attention_with_tail(
+                query, all_keys, all_values, visible, tail.partial, tail.values, tail.hidden(),
+                scaling=scaling, softcap=softcap,
+            )  # fmt: skip
+            return output, None
         output = decode_attention(
             query, all_keys, all_values, scaling=scaling, softcap=softcap, visible=visible
         )

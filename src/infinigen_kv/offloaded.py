@@ -16,6 +16,7 @@ from infinigen_kv.kernels import Kernels
 from infinigen_kv.policies import Policy
 from infinigen_kv.pool.pool import Pool
 from infinigen_kv.rehearsal.select import Selection, selection_mask
+from infinigen_kv.rehearsal.tail import attention_in_blocks
 from infinigen_kv.step import Step
 
 if TYPE_CHECKING:
@@ -158,6 +159,7 @@ class OffloadedLayer(CacheLayerMixin):
             scaling=scaling,
             softcap=softcap,
             weighed=self.policy.needs_weights,
+            tail=self.policy.tail(selection, step),
         )
         slots = pool.append(keys, values)
         self.policy.observe(query, keys, step, pool, slots)
@@ -185,7 +187,7 @@ class OffloadedLayer(CacheLayerMixin):
         all_keys, all_values, slots = pool.extend(keys, values)
         self.policy.observe(query, keys, step, pool, slots)
         if step.may_end_prompt:
-            self.policy.finish_prompt(all_keys, step, slots)
+            self.policy.finish_prompt(all_keys, all_values, step, slots)
         picked = None
         if step.selecting and step.queries > 1:
             picked = self.policy.select(step, pool)
@@ -197,8 +199,18 @@ class OffloadedLayer(CacheLayerMixin):
             wanted = step.recorder.needs_scores and picked is not None
             scores = grouped_scores(query, all_keys, scaling, softcap) if wanted else None
             step.recorder.record(self.spec.index, step, picked, scores)
-        compute = self._kernels.attend_all if step.queries == 1 else dense_attention
-        output = compute(query, all_keys, all_values, mask=mask, scaling=scaling, softcap=softcap)
+        tails = None if picked is None else self.policy.tails()
+        if tails is not None:
+            assert mask is not None
+            output = attention_in_blocks(
+                query, all_keys, all_values, mask, *tails, _no_tail(mask, step),
+                scaling=scaling, softcap=softcap,
+            )  # fmt: skip
+        else:
+            compute = self._kernels.attend_all if step.queries == 1 else dense_attention
+            output = compute(
+                query, all_keys, all_values, mask=mask, scaling=scaling, softcap=softcap
+            )
         if step.queries == 1 and self.policy.needs_weights:
             weights = decode_weights(
                 query, all_keys, scaling=scaling, softcap=softcap, visible=mask
@@ -303,6 +315,13 @@ def _with_new_tokens(selected: Tensor, step: Step) -> Tensor:
     """A selection ``(B, H_kv, Q, S)`` and each query's own token."""
     own = torch.arange(step.start, step.start + step.queries, device=selected.device)
     return selected.scatter(-1, own[None, None, :, None].expand(*selected.shape[:3], 1), True)
+
+
+def _no_tail(attended: Tensor, step: Step) -> Tensor:
+    """``(B, H_kv, 1, Q, S)``: tokens that a query attends to exactly, or may not attend to."""
+    allowed = step.candidates.allowed
+    assert allowed is not None  # several queries: not all tokens come before each
+    return (attended | ~allowed.to(attended.device)).unsqueeze(2)
 
 
 def _mask_of_held(mask: Tensor | None, positions: Tensor, step: Step) -> Tensor | None:

@@ -154,6 +154,15 @@ class SelectionOptions:
             f"Below this many tokens everything is attended to (>= 1). {_common('min_context')}",
         ),
     ] = None
+    tail: Annotated[
+        bool | None,
+        typer.Option(
+            "--tail/--no-tail",
+            help="Estimate what is not attended to from the partial keys, or give it no weight. "
+            "[default: --tail (calibrated), --no-tail (paper)]",
+            show_default=False,
+        ),
+    ] = None
 
     def given(self) -> list[str]:
         """Names of the options that were typed."""

@@ -27,6 +27,7 @@ from infinigen_kv.pool.pool import LocalPool
 from infinigen_kv.pool.resident import ResidentSet
 from infinigen_kv.rehearsal.partial_keys import PartialKeys
 from infinigen_kv.rehearsal.statistics import Magnitudes, Moments, Projection
+from infinigen_kv.rehearsal.tail import ValueMap
 
 META = torch.device("meta")
 INDEX = torch.long.itemsize
@@ -232,7 +233,11 @@ class LayerPlanner:
         partial.extend(first)
         while partial.storage.shape[3] < min(self.request.context, self.slots):
             partial.extend(partial.storage.shape[3] + 1 - partial.length)  # one by one as a rule
-        return partial.nbytes
+        if not self.cache.config.tail:
+            return partial.nbytes
+        rows, heads, rank = self.request.rows, layer.num_kv_heads, projection.key.shape[3]
+        slope = torch.empty(rows, heads, rank, layer.head_dim, dtype=torch.float32, device=META)
+        return partial.nbytes + ValueMap(slope[:, :, :1], slope).nbytes
 
 
 def _held(holder: object) -> int:

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 
 from infinigen_kv.native.numbers import compiled, exponential, peak, store, widen
+from infinigen_kv.native.tail import add_tail, mark
 
-ZERO = np.float32(0)
+ZERO, ONE = np.float32(0), np.float32(1)
 
 
 @compiled
@@ -25,6 +26,7 @@ def attend(
     own_values: Any,
     scaling: np.float32,
     softcap: np.float32,
+    tail: Any,
     weights: Any,
     output: Any,
 ) -> None:
@@ -43,6 +45,12 @@ def attend(
         ``(B,)`` int64.
     scaling, softcap
         As in `attention.decode_attention`; a softcap of 0 for none.
+    tail
+        What stands for the other tokens (`rehearsal.tail`), as a tuple: partial keys ``(B, H_kv, R,
+        capacity)``, how many of these tokens count, projection ``(B, H_kv, D, R)``, offset ``(B,
+        H_kv, D)``, base ``(B, H_kv, D_v)``, slope ``(B, H_kv, R, D_v)``, the tokens ``(B, H_kv,
+        n)`` int64 that are attended to exactly, and ``(B, length)`` uint8, 0 for those that no step
+        attends to, or ``(0, 0)``. With R = 0 the others have no weight.
     weights
         ``(B, H_kv, 1 or a multiple of four >= G, >= max(counts) + 1)`` float32, written: the
         group's probabilities, the own token's after the others.
@@ -50,32 +58,69 @@ def attend(
         ``(B, H, D_v)``, written.
     """
     rows, kv_heads, padded, _ = weights.shape
+    partial, length, projection, offset, base, slope, exact, marks = tail
+    rank = partial.shape[2]
     group = query.shape[1] // kv_heads
     dim, value_dim = query.shape[2], own_values.shape[2]
     scaled = np.zeros((padded, dim), np.float32)
-    sums = np.empty((group, value_dim), np.float32)
+    sums = np.empty(value_dim, np.float32)
+    tops, totals = np.empty(group, np.float32), np.zeros(group, np.float32)
+    moved = np.zeros((group, rank), np.float32)
+    keep = np.ones(length if rank > 0 else 0, np.float32)
     everything = np.arange(np.max(counts) if index.shape[0] == 0 else 0)
     for job in range(rows * kv_heads):
         row, head = job // kv_heads, job % kv_heads
-        count, base = counts[row], job * places
+        count, first = counts[row], job * places
         chosen = index[row, head, :count] if index.shape[0] > 0 else everything[:count]
         for each in range(group):
-            for place in range(dim):
-                scaled[each, place] = widen(query[row, head * group + each, place]) * scaling
+            scale(query[row, head * group + each], scaling, scaled[each])
         lines = weights[row, head]
         if padded == 1:
-            score_one(scaled[0], keys, key_stride, base, chosen, lines[0])
+            score_one(scaled[0], keys, key_stride, first, chosen, lines[0])
         else:
-            score_four(scaled, keys, key_stride, base, chosen, lines)
+            score_four(scaled, keys, key_stride, first, chosen, lines)
         for each in range(group):
             lines[each, count] = dot(scaled[each], own_keys[row, head])
-            softmax(lines[each], count + 1, softcap)
-        sums[:] = np.float32(0)
+            tops[each] = capped_peak(lines[each, : count + 1], softcap)
+        if rank > 0:
+            if marks.shape[0] > 0:
+                keep_real(keep, marks[row])
+            mark(keep, exact[row, head, :count], ZERO)
+            add_tail(
+                scaled, projection[row, head], offset[row, head], partial[row, head], length, keep,
+                softcap, tops, totals, moved,
+            )  # fmt: skip
+            mark(keep, exact[row, head, :count], ONE)
         for each in range(group):
-            add_values(lines[each], values, value_stride, base, chosen, sums[each])
-            add(lines[each, count], own_values[row, head], sums[each])
-            for place in range(value_dim):
-                store(output[row, head * group + each], place, sums[each, place])
+            share = softmax(lines[each, : count + 1], tops[each], totals[each])
+            sums[:] = ZERO
+            add_values(lines[each], values, value_stride, first, chosen, sums)
+            add(lines[each, count], own_values[row, head], sums)
+            if rank > 0:
+                add_guess(totals[each], moved[each], share, base[row, head], slope[row, head], sums)
+            put(output[row, head * group + each], sums)
+
+
+@compiled
+def scale(query: Any, scaling: np.float32, scaled: Any) -> None:
+    for place in range(len(query)):
+        scaled[place] = widen(query[place]) * scaling
+
+
+@compiled
+def put(output: Any, sums: Any) -> None:
+    for place in range(len(sums)):
+        store(output, place, sums[place])
+
+
+@compiled
+def add_guess(
+    weight: np.float32, moved: Any, share: np.float32, base: Any, slope: Any, sums: Any
+) -> None:
+    """Add the values of a tail of this ``weight`` (`rehearsal.tail.ValueMap`), times ``share``."""
+    add(weight * share, base, sums)
+    for number in range(len(moved)):
+        add(moved[number] * share, slope[number], sums)
 
 
 @compiled
@@ -164,21 +209,35 @@ def add(weight: np.float32, value: Any, sums: Any) -> None:
 
 
 @compiled
-def softmax(line: Any, count: int, softcap: np.float32) -> None:
-    """In place. NaN goes on into the output, as in PyTorch's softmax."""
-    scores = line[:count]
+def capped_peak(scores: Any, softcap: np.float32) -> Any:
+    """The best score, after all were capped in place; NaN goes on through the exponential."""
     if softcap > 0:
-        for number in range(count):
+        for number in range(len(scores)):
             scores[number] = np.tanh(scores[number] / softcap) * softcap
-    top = peak(scores)  # NaN goes on through the exponential
-    total = np.float32(0)
-    for number in range(count):
+    return peak(scores)
+
+
+@compiled
+def softmax(scores: Any, top: np.float32, rest: np.float32) -> Any:
+    """In place, beside others that weigh ``rest`` together; what the weights were divided by, as a
+    factor. NaN goes on into the output, as in PyTorch's softmax.
+    """
+    total = rest
+    for number in range(len(scores)):
         weight = exponential(scores[number] - top)
         scores[number] = weight
         total += weight
-    share = np.float32(1) / total
-    for number in range(count):
+    share = ONE / total
+    for number in range(len(scores)):
         scores[number] *= share
+    return share
+
+
+@compiled
+def keep_real(keep: Any, marks: Any) -> None:
+    """1 for the tokens of a row that may be attended to, 0 for the others."""
+    for token in range(len(marks)):
+        keep[token] = ONE if marks[token] > 0 else ZERO
 
 
 @compiled

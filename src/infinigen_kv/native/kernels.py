@@ -17,6 +17,7 @@ from infinigen_kv.pool.entries import Entries
 from infinigen_kv.rehearsal.partial_keys import PartialKeys
 from infinigen_kv.rehearsal.select import UNSOUND, Candidates, Selection
 from infinigen_kv.rehearsal.statistics import Projection
+from infinigen_kv.rehearsal.tail import Tail
 
 NO_MARKS = np.zeros((0, 0), dtype=np.uint8)
 NO_INDEX = np.zeros((0, 0, 0), dtype=np.int64)
@@ -85,7 +86,9 @@ class NativeKernels(Kernels):
         scaling: float,
         softcap: float | None,
         weighed: bool = False,
+        tail: Tail | None = None,
     ) -> tuple[Tensor, Tensor | None]:
+        assert tail is None or not weighed
         rows, kv_heads = keys.shape[:2]
         heads, value_dim = query.shape[1], values.shape[3]
         places = entries.keys.shape[2]
@@ -113,6 +116,7 @@ class NativeKernels(Kernels):
             as_array(values.squeeze(2)),
             np.float32(scaling),
             np.float32(softcap or 0.0),
+            _no_tail(flat_keys) if tail is None else _tail(tail, rows, kv_heads),
             weights,
             as_array(output.squeeze(1)),
         )
@@ -192,6 +196,35 @@ def _offset(projection: Projection) -> Array:
     if projection.offset is None:
         return np.zeros(projection.key.shape[:3], dtype=np.float32)
     return as_array(projection.offset.squeeze(2))
+
+
+def _tail(tail: Tail, rows: int, heads: int) -> tuple[Array | int, ...]:
+    """As `attend` takes it."""
+    partial, index = tail.partial, tail.index
+    # compiled code does not look at where an array ends
+    assert index.shape[:2] == partial.storage.shape[:2] == (rows, heads)
+    marks = NO_MARKS
+    if tail.allowed is not None:
+        allowed = tail.allowed.expand(rows, -1)
+        assert allowed.shape[1] == partial.length
+        marks = allowed.to(torch.uint8).contiguous().numpy()
+    return (
+        as_array(partial.storage),
+        partial.length,
+        as_array(partial.projection.query),
+        _offset(partial.projection),
+        as_array(tail.values.base.squeeze(2)),
+        as_array(tail.values.slope),
+        index.contiguous().numpy(),
+        marks,
+    )
+
+
+def _no_tail(like: Array) -> tuple[Array | int, ...]:
+    """Nothing stands for the other tokens; ``like`` has the dtype of partial keys."""
+    none = np.zeros((0, 0, 0, 0), dtype=np.float32)
+    flat = np.zeros((0, 0, 0), dtype=np.float32)
+    return np.zeros((0, 0, 0, 0), dtype=like.dtype), 0, none, flat, flat, none, NO_INDEX, NO_MARKS
 
 
 def _columns(weights: Array, counts: Array, columns: int) -> Tensor:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from infinigen_kv.pool.pool import Pool
+from infinigen_kv.rehearsal.partial_keys import PartialKeys
 from infinigen_kv.rehearsal.select import Selection
+from infinigen_kv.rehearsal.tail import Tail, ValueMap
 from infinigen_kv.step import Step
 
 
@@ -58,15 +60,26 @@ class Policy:
         where that is None.
         """
 
-    def finish_prompt(self, keys: Tensor, step: Step, slots: Tensor | None) -> None:
+    def finish_prompt(self, keys: Tensor, values: Tensor, step: Step, slots: Tensor | None) -> None:
         """Called after `observe` with what may be a prompt's last tokens (`Step.may_end_prompt`).
 
-        ``keys`` ``(B, H_kv, T, D)`` are all there are by now, the new ones last and untouched by
-        any codec. They are on the device, which later only the pool can do again.
+        ``keys`` ``(B, H_kv, T, D)`` and ``values`` ``(B, H_kv, T, D_v)`` are all there are by now,
+        the new ones last and untouched by any codec. They are on the device, which later only the
+        pool can do again.
         """
 
     def select(self, step: Step, pool: Pool) -> Selection | None:
         """The entries of a step with several queries; None for everything."""
+        return None
+
+    def tail(self, selection: Selection, step: Step) -> Tail | None:
+        """What stands for the tokens that ``selection``, of one query per row, leaves out; None for
+        nothing, as if they had no weight.
+        """
+        return None
+
+    def tails(self) -> tuple[PartialKeys, ValueMap] | None:
+        """As `tail`, after `select`; for all that there is by now, the new tokens included."""
         return None
 
     def attended(self, weights: Tensor, selection: Selection | None, step: Step) -> None:

@@ -17,6 +17,7 @@ from infinigen_kv.pool.pool import Pool
 from infinigen_kv.rehearsal.partial_keys import PartialKeys
 from infinigen_kv.rehearsal.select import Candidates, Selection, choose, group_margin
 from infinigen_kv.rehearsal.statistics import Magnitudes, Moments, PromptStatistics
+from infinigen_kv.rehearsal.tail import Tail, ValueMap
 from infinigen_kv.step import HeldCandidates, Step
 
 LAST_QUERIES = 16  # of a prompt; they tell best what the first steps will want
@@ -60,12 +61,15 @@ class InfiniGenPolicy(Policy):
     def _forget(self) -> None:
         self._statistics: PromptStatistics | None = None
         self._partial_keys: PartialKeys | None = None
+        self._value_map: ValueMap | None = None
+        self._allowed: Tensor | None = None
         self._fitted: tuple[bool, ...] = ()
         self._pending_query: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
-        return 0 if self._partial_keys is None else self._partial_keys.nbytes
+        parts = (self._partial_keys, self._value_map)
+        return sum(part.nbytes for part in parts if part is not None)
 
     def predict(self, hidden: Tensor, step: Step) -> Tensor | None:
         return self._layer.predict_query(hidden, step)
@@ -76,10 +80,12 @@ class InfiniGenPolicy(Policy):
             return None
         self._fit(step, pool)
         assert self._partial_keys is not None
+        candidates = _candidates(step, pool)
+        self._allowed = candidates.allowed
         return self._kernels.choose(
             query,
             self._partial_keys,
-            _candidates(step, pool),
+            candidates,
             scaling=self._layer.scaling,
             alpha=self._layer.alpha,
             softcap=self._layer.softcap,
@@ -105,7 +111,7 @@ class InfiniGenPolicy(Policy):
         else:
             self._partial_keys.append(keys)
 
-    def finish_prompt(self, keys: Tensor, step: Step, slots: Tensor | None) -> None:
+    def finish_prompt(self, keys: Tensor, values: Tensor, step: Step, slots: Tensor | None) -> None:
         """Fit while the prompt's keys pass through the device; tokens that follow undo that."""
         if step.start > 0 and (step.prompt_ends is None or slots is not None):
             return  # more may come, or the order of the keys is not that of the slots
@@ -117,6 +123,9 @@ class InfiniGenPolicy(Policy):
         self._partial_keys = PartialKeys(keys, projection, empty=slots is not None)
         if slots is not None:  # the pool has dropped some of these tokens
             self._partial_keys.write(slots, keys)
+        if self._config.tail:
+            real = None if step.visible is None else step.visible.to(keys.device).float()
+            self._value_map = ValueMap.fit(projection, keys, values, real)
         self._fitted = tuple(long.expand(step.rows).tolist())
 
     def select(self, step: Step, pool: Pool) -> Selection | None:
@@ -124,6 +133,24 @@ class InfiniGenPolicy(Policy):
         assert query is not None and self._partial_keys is not None
         scores = self._partial_keys.scores(query, self._layer.scaling, self._layer.softcap)
         return choose(scores, step.candidates, self._layer.alpha)
+
+    def tail(self, selection: Selection, step: Step) -> Tail | None:
+        if self._value_map is None:
+            return None
+        assert self._partial_keys is not None
+        allowed = None if self._allowed is None else self._allowed.flatten(1)
+        return Tail(
+            self._partial_keys,
+            self._value_map,
+            selection.index.squeeze(2),
+            selection.counts,
+            allowed,
+        )
+
+    def tails(self) -> tuple[PartialKeys, ValueMap] | None:
+        if self._value_map is None or self._partial_keys is None:
+            return None
+        return self._partial_keys, self._value_map
 
     def likely(self, count: int, query: Tensor, keys: Tensor, step: Step) -> Tensor | None:
         """What the prompt's last queries would like best, by their true scores."""
@@ -146,6 +173,8 @@ class InfiniGenPolicy(Policy):
             self._statistics = self._statistics.rows(index.to(self._statistics.device))
         if self._partial_keys is not None:
             self._partial_keys.take_rows(index)
+        if self._value_map is not None:
+            self._value_map = self._value_map.rows(index.to(self._value_map.base.device))
         self._fitted = tuple(self._fitted[row] for row in index.tolist()) if self._fitted else ()
 
     def _accumulate(self, query: Tensor, keys: Tensor, step: Step, weight: Tensor | None) -> None:
@@ -169,16 +198,44 @@ class InfiniGenPolicy(Policy):
         if not any(missing):
             return False
         assert self._statistics is not None
-        keys, _ = pool.all()
+        keys, values = pool.all()
         new = self._statistics.projection(self._config.partial_dim(keys.shape[3]))
-        if self._partial_keys is not None:
-            keep = torch.tensor([not each for each in missing], device=keys.device)
-            new = new.with_rows(keep, self._partial_keys.projection)
+        old = self._partial_keys
+        keep = torch.tensor([not each for each in missing], device=keys.device)
+        if old is not None:
+            new = new.with_rows(keep, old.projection)
         self._partial_keys = PartialKeys(keys, new)
+        if self._config.tail:
+            self._value_map = self._fit_values(keys, values, keep, step, pool)
         self._fitted = tuple(a or b for a, b in zip(fitted, missing, strict=True))
         return True
+
+    def _fit_values(
+        self, keys: Tensor, values: Tensor, keep: Tensor, step: Step, pool: Pool
+    ) -> ValueMap:
+        """Of all that is in the pool, but for the rows in ``keep`` as it was."""
+        assert self._partial_keys is not None
+        real = _known(step, pool, keys)
+        new = ValueMap.fit(self._partial_keys.projection, keys, values, real)
+        return new if self._value_map is None else new.with_rows(keep, self._value_map)
 
 
 def _candidates(step: Step, pool: Pool) -> Candidates:
     positions = pool.positions
     return step.candidates if positions is None else HeldCandidates(step, positions)
+
+
+def _known(step: Step, pool: Pool, keys: Tensor) -> Tensor | None:
+    """``(B, T)`` float, 0 for padding and for what comes after the first query that selects, among
+    the tokens of the pool; None where all count.
+    """
+    visible, positions = step.visible, pool.positions
+    if positions is not None:
+        held = None if visible is None else visible.to(positions.device).gather(1, positions)
+        return None if held is None else held.to(keys.device).float()
+    past = keys.new_ones(step.rows, step.start, dtype=torch.float32)
+    if visible is not None:
+        past = visible[:, : step.start].to(past)
+    if keys.shape[2] == step.start:
+        return None if visible is None else past
+    return torch.cat([past, step.exact_weight.to(past)], dim=1)

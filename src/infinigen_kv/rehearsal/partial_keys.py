@@ -71,19 +71,21 @@ class PartialKeys:
             places = slots[row][used].to(self.storage.device)
             self.storage[row].index_copy_(2, places, partial[row][..., used])
 
-    def scores(self, query: Tensor, scaling: float, softcap: float | None) -> Tensor:
+    def scores(
+        self, query: Tensor, scaling: float, softcap: float | None, *, absolute: bool = False
+    ) -> Tensor:
         """Rehearsed scores ``(B, H_kv, G, Q, T)`` float32 of a query ``(B, H, Q, D)``.
 
-        Without a soft cap, which needs their absolute height, they lack what the keys' offset adds
-        to all scores of a query.
+        Unless their ``absolute`` height is needed, as it is with a soft cap, they lack what the
+        keys' offset adds to all scores of a query.
         """
         rows, heads, queries, dim = query.shape
         projection, kv_heads = self.projection, self.storage.shape[1]
         grouped = query.reshape(rows, kv_heads, -1, dim).float() * scaling  # (B, H_kv, G * Q, D)
         scores = (grouped @ projection.query) @ self.storage[..., : self.length].float()
+        if projection.offset is not None and (absolute or softcap is not None):
+            scores = scores + grouped @ projection.offset.mT
         if softcap is not None:
-            if projection.offset is not None:
-                scores = scores + grouped @ projection.offset.mT
             odd = scores.isinf()  # a cap would hide it
             scores = (torch.tanh(scores / softcap) * softcap).masked_fill(odd, float("nan"))
         return scores.view(rows, kv_heads, heads // kv_heads, queries, self.length)
