@@ -20,7 +20,7 @@ from infinigen_kv.bench import BenchResult, bench, paper_link_rate
 from infinigen_kv.cache import InfiniGenCache
 from infinigen_kv.link import PAPER_RATIO
 from infinigen_kv.policies.registry import POLICIES
-from infinigen_kv.storage import StorageConfig
+from infinigen_kv.storage_config import StorageConfig
 from linking import nothing_left
 
 PROMPT, STEPS, ROWS = 40, 6, 2

@@ -31,7 +31,7 @@ from infinigen_kv.pool import linked
 from infinigen_kv.pool.linked import LinkedPool
 from infinigen_kv.pool.slots import EVICTIONS, Eviction
 from infinigen_kv.step import HeldCandidates, Step
-from infinigen_kv.storage import StorageConfig
+from infinigen_kv.storage_config import StorageConfig
 from linking import APART, apart, local_cache, same
 
 PROMPT, LENGTH = 40, 64

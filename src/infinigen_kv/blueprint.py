@@ -20,7 +20,8 @@ from infinigen_kv.policies.registry import (
 from infinigen_kv.policies.scoring import Scoring
 from infinigen_kv.policies.settings import PolicySettings
 from infinigen_kv.predict import QueryPredictor
-from infinigen_kv.storage import Storage, StorageConfig
+from infinigen_kv.storage import Storage
+from infinigen_kv.storage_config import StorageConfig
 
 if TYPE_CHECKING:
     from infinigen_kv.adapters.base import Adapter, LayerSpec

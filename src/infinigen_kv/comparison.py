@@ -24,7 +24,7 @@ from infinigen_kv.link import LinkSpec
 from infinigen_kv.progress import Progress, no_progress
 from infinigen_kv.recorder import FidelityRecorder
 from infinigen_kv.session import Session, attach
-from infinigen_kv.storage import StorageConfig
+from infinigen_kv.storage_config import StorageConfig
 
 FULL = "full"
 

@@ -21,7 +21,7 @@ from infinigen_kv.models import LoadedModel, load_model
 from infinigen_kv.progress import Progress, no_progress
 from infinigen_kv.recorder import FetchRecorder
 from infinigen_kv.session import Session, attach
-from infinigen_kv.storage import StorageConfig
+from infinigen_kv.storage_config import StorageConfig
 
 
 @dataclass(frozen=True, slots=True)

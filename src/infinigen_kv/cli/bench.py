@@ -26,6 +26,7 @@ from infinigen_kv.cli.options import (
     parse_prompt_chunk,
 )
 from infinigen_kv.cli.output import percent, print_json, table
+from infinigen_kv.cli.sizes import parse_size
 from infinigen_kv.cli.storage_options import StorageOptions, storage_record
 from infinigen_kv.errors import InputError
 from infinigen_kv.progress import bar
@@ -163,7 +164,6 @@ def bench(
 def parse_budget(text: str | None) -> float:
     """``20%`` or ``0.2`` to a share; errors name the option."""
     from infinigen_kv.policies.settings import BUDGET, PolicySettings
-    from infinigen_kv.storage import parse_size
 
     if text is None:
         return BUDGET

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from infinigen_kv.evals.run import Point, Subject
     from infinigen_kv.evals.store import PointStore
     from infinigen_kv.evals.task import Task
-    from infinigen_kv.storage import StorageConfig
+    from infinigen_kv.storage_config import StorageConfig
 
 
 def evaluate(

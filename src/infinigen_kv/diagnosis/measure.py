@@ -28,7 +28,7 @@ from infinigen_kv.evals.task import plain
 from infinigen_kv.policies.registry import speculated_layers
 from infinigen_kv.progress import Progress, no_progress
 from infinigen_kv.session import Session, attach
-from infinigen_kv.storage import StorageConfig
+from infinigen_kv.storage_config import StorageConfig
 
 ENGINE, PAPER, ORACLE = "infinigen", "infinigen-paper", "oracle"
 LEAST_DECODED = 32  # tokens: room for at least two of the places that a layer is measured at

@@ -24,7 +24,7 @@ from infinigen_kv.evals.task import Inputs, Result, Sample, fetched, fetched_of,
 from infinigen_kv.policies.registry import cache_plan
 from infinigen_kv.recorder import FetchRecorder
 from infinigen_kv.rehearsal.select import selection_mask
-from infinigen_kv.storage import StorageConfig
+from infinigen_kv.storage_config import StorageConfig
 
 STEPS = 16  # decode steps that one value of the course is a mean over
 QUERY_BLOCK = 128  # queries whose weights are made at once

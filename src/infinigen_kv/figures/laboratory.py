@@ -28,7 +28,7 @@ from infinigen_kv.kernels import find_kernels
 from infinigen_kv.memory import PlanRequest, calibration_fields, check_memory, geometry_of
 from infinigen_kv.peers import Peers, twin
 from infinigen_kv.session import Session, attach
-from infinigen_kv.storage import StorageConfig
+from infinigen_kv.storage_config import StorageConfig
 
 APART = 500  # tokens between the starts of the rows' texts
 
