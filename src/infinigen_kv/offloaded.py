@@ -13,9 +13,10 @@ from transformers.cache_utils import CacheLayerMixin
 from infinigen_kv.attention import decode_weights, dense_attention, grouped_scores
 from infinigen_kv.errors import CacheStateError, HomeError
 from infinigen_kv.kernels import Kernels
+from infinigen_kv.masks import mask_of_held, mask_of_selection
 from infinigen_kv.policies import Policy
 from infinigen_kv.pool.pool import Pool
-from infinigen_kv.rehearsal.select import Selection, selection_mask
+from infinigen_kv.rehearsal.select import Selection
 from infinigen_kv.step import Step
 
 if TYPE_CHECKING:
@@ -190,9 +191,9 @@ class OffloadedLayer(CacheLayerMixin):
         if step.selecting and step.queries > 1:
             picked = self.policy.select(step, pool)
         if picked is not None:
-            mask = _with_new_tokens(selection_mask(picked, step.start + step.queries), step)
+            mask = mask_of_selection(picked, step)
         elif positions is not None:
-            mask = _mask_of_held(mask, positions, step)
+            mask = mask_of_held(mask, positions, step)
         if step.recorder is not None:
             wanted = step.recorder.needs_scores and picked is not None
             scores = grouped_scores(query, all_keys, scaling, softcap) if wanted else None
@@ -297,22 +298,3 @@ class OffloadedLayer(CacheLayerMixin):
 
     def prefetch(self) -> None:
         """Nothing to do: the rehearsal prefetches."""
-
-
-def _with_new_tokens(selected: Tensor, step: Step) -> Tensor:
-    """A selection ``(B, H_kv, Q, S)`` and each query's own token."""
-    own = torch.arange(step.start, step.start + step.queries, device=selected.device)
-    return selected.scatter(-1, own[None, None, :, None].expand(*selected.shape[:3], 1), True)
-
-
-def _mask_of_held(mask: Tensor | None, positions: Tensor, step: Step) -> Tensor | None:
-    """The model's mask ``(B, 1, Q, start + Q)`` for the held tokens and the new ones.
-
-    ``positions`` ``(B, S)``: where held tokens stand in it. All of them come before the queries.
-    """
-    if mask is None:
-        return None
-    new = torch.arange(step.start, step.start + step.queries).expand(positions.shape[0], -1)
-    columns = torch.cat([positions, new.to(positions.device)], dim=1).to(mask.device)
-    wide = columns[:, None, None, :].expand(-1, mask.shape[1], mask.shape[2], -1)
-    return mask.expand(columns.shape[0], -1, -1, -1).gather(3, wide)
