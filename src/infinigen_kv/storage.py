@@ -187,7 +187,7 @@ def _pace(spec: LinkSpec, rate: float | None) -> Pace | None:
     if used is None:
         raise InputError(
             "link='emulated:paper' needs the speed of the model: measure it with "
-            "infinigen_kv.bench.paper_link_rate and pass new_cache(link_rate=...)"
+            "infinigen_kv.paper_link.paper_link_rate and pass new_cache(link_rate=...)"
         )
     return Pace(used, spec.latency)
 
