@@ -21,7 +21,7 @@ from infinigen_kv.attention import causal_mask
 from infinigen_kv.config import InfiniGenConfig
 from infinigen_kv.masks import decoder_mask, mask_of_held, mask_of_selection
 from infinigen_kv.rehearsal.select import Selection
-from infinigen_kv.step import Step
+from stepping import decode_step
 
 
 def padding(*numbers: int) -> Tensor:
@@ -85,22 +85,10 @@ def test_models_ask_for_it(family: str, monkeypatch: pytest.MonkeyPatch) -> None
             assert set(seen) == {each for each in expected if each[0] in kinds}
 
 
-def step(start: int, queries: int, rows: int) -> Step:
-    return Step(
-        start=start,
-        queries=queries,
-        rows=rows,
-        visible=None,
-        position_ids=torch.arange(start, start + queries)[None],
-        selecting=True,
-        config=InfiniGenConfig(),
-    )
-
-
 def test_the_mask_of_a_selection_is_what_was_chosen_and_each_querys_own_token() -> None:
     index = torch.tensor([[[[0, 3], [4, 1]], [[2, 2], [0, 5]]]])  # (1, H_kv 2, Q 2, 2)
     counts = torch.tensor([[2, 1]])
-    made = mask_of_selection(Selection(index, counts), step(5, 2, 1))
+    made = mask_of_selection(Selection(index, counts), decode_step(InfiniGenConfig(), 5, 2))
     for head, query in itertools.product(range(2), range(2)):
         chosen = index[0, head, query, : counts[0, query]].tolist()
         wanted = [token in {*chosen, 5 + query} for token in range(7)]
@@ -110,8 +98,9 @@ def test_the_mask_of_a_selection_is_what_was_chosen_and_each_querys_own_token() 
 def test_the_mask_of_a_full_home_follows_its_tokens() -> None:
     mask = torch.rand(2, 1, 3, 9) < 0.5
     positions = torch.tensor([[0, 4, 2], [5, 1, 3]])
-    made = mask_of_held(mask, positions, step(6, 3, 2))
-    assert made is not None and mask_of_held(None, positions, step(6, 3, 2)) is None
+    step = decode_step(InfiniGenConfig(), 6, 3, rows=2)
+    made = mask_of_held(mask, positions, step)
+    assert made is not None and mask_of_held(None, positions, step) is None
     for row, query in itertools.product(range(2), range(3)):
         columns = [*positions[row].tolist(), 6, 7, 8]
         assert made[row, 0, query].tolist() == [bool(mask[row, 0, query, at]) for at in columns]

@@ -17,10 +17,10 @@ from infinigen_kv.config import InfiniGenConfig
 from infinigen_kv.errors import InputError
 from infinigen_kv.evals.intervals import Estimate, share
 from infinigen_kv.evals.observing import ByLayer, WindowTask, by_layer, read_ids
-from infinigen_kv.evals.perplexity import split_window
 from infinigen_kv.evals.probe import seeing_attention
 from infinigen_kv.evals.reading import Reader
 from infinigen_kv.evals.task import Inputs, Result, Sample, fetched, fetched_of, percent
+from infinigen_kv.evals.windows import split_window
 from infinigen_kv.policies.registry import cache_plan
 from infinigen_kv.recorder import FetchRecorder
 from infinigen_kv.rehearsal.select import selection_mask

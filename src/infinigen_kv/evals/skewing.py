@@ -13,10 +13,10 @@ from torch import Tensor
 from infinigen_kv.calibration import Calibration
 from infinigen_kv.errors import InputError
 from infinigen_kv.evals.observing import ByLayer, ModelTask, by_layer, read_ids
-from infinigen_kv.evals.perplexity import split_window
 from infinigen_kv.evals.probe import seeing_attention
 from infinigen_kv.evals.reading import Reader
 from infinigen_kv.evals.task import Inputs, Result, Sample
+from infinigen_kv.evals.windows import split_window
 
 TOP = 0.3  # of the columns: the paper's partial ratio (section 4.3)
 SERIES = ("query", "query_skewed", "key", "key_skewed")
