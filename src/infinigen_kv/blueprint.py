@@ -24,7 +24,8 @@ from infinigen_kv.storage import Storage
 from infinigen_kv.storage_config import StorageConfig
 
 if TYPE_CHECKING:
-    from infinigen_kv.adapters.base import Adapter, LayerSpec
+    from infinigen_kv.adapters.base import Adapter
+    from infinigen_kv.adapters.layer_spec import LayerSpec
     from infinigen_kv.calibration import Calibration
     from infinigen_kv.engine import Owner
     from infinigen_kv.kernels import Kernels

@@ -20,7 +20,7 @@ from infinigen_kv.rehearsal.select import Selection
 from infinigen_kv.step import Step
 
 if TYPE_CHECKING:
-    from infinigen_kv.adapters.base import LayerSpec
+    from infinigen_kv.adapters.layer_spec import LayerSpec
 
 PoolMaker = Callable[[Tensor, Tensor], Pool]
 """Makes an empty pool for keys and values like these, ``(B, H_kv, *, D)``."""

@@ -12,7 +12,8 @@ from torch import Tensor
 from infinigen_kv.candidates import StepCandidates
 
 if TYPE_CHECKING:
-    from infinigen_kv.adapters.base import Adapter, LayerSpec
+    from infinigen_kv.adapters.base import Adapter
+    from infinigen_kv.adapters.layer_spec import LayerSpec
     from infinigen_kv.config import InfiniGenConfig
     from infinigen_kv.pool.pool import Pool
     from infinigen_kv.rehearsal.select import Selection

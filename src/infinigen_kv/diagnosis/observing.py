@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from infinigen_kv.adapters.base import LayerSpec
+from infinigen_kv.adapters.layer_spec import LayerSpec
 from infinigen_kv.calibration import Calibration, LayerCalibration
 from infinigen_kv.diagnosis.evidence import NAN, LayerEvidence, known_mean
 from infinigen_kv.evals.agreement import compare

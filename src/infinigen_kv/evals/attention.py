@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from infinigen_kv.adapters.base import LayerSpec
+from infinigen_kv.adapters.layer_spec import LayerSpec
 from infinigen_kv.attention import causal_mask, grouped_scores
 from infinigen_kv.config import InfiniGenConfig
 from infinigen_kv.errors import InputError

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from infinigen_kv.adapters.base import LayerSpec
+from infinigen_kv.adapters.layer_spec import LayerSpec
 from infinigen_kv.errors import InputError
 from infinigen_kv.evals.attention import attention_weights
 from infinigen_kv.evals.intervals import Estimate
