@@ -28,3 +28,18 @@ def parse_size(name: str, text: str, *, units: bool = True) -> int | float:
     if unit == "" and "." in text:
         return number
     return int(number * UNITS[unit])
+
+
+def parse_budget(text: str | None) -> float:
+    """``20%`` or ``0.2`` to a share; errors name the option."""
+    from infinigen_kv.policies.settings import BUDGET, PolicySettings
+
+    if text is None:
+        return BUDGET
+    try:
+        return PolicySettings(budget=parse_size("--budget", text, units=False)).budget
+    except InputError as error:
+        raise InputError(
+            f"--budget {text!r} is not valid: it must be a share of the cached tokens in (0, 1], "
+            "e.g. 20% or 0.2"
+        ) from error
