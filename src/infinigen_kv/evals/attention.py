@@ -19,6 +19,7 @@ from infinigen_kv.evals.intervals import Estimate, share
 from infinigen_kv.evals.observing import ByLayer, WindowTask, by_layer, read_ids
 from infinigen_kv.evals.probe import seeing_attention
 from infinigen_kv.evals.reading import Reader
+from infinigen_kv.evals.soundness import read_window
 from infinigen_kv.evals.task import Inputs, Result, Sample, fetched, fetched_of, percent
 from infinigen_kv.evals.windows import split_window
 from infinigen_kv.policies.registry import cache_plan
@@ -93,7 +94,7 @@ class AttentionTask(WindowTask):
 
         window = self._windows[index].to(session.model.device)
         with seeing_attention(session.model, see):
-            session.adapter.decoder(input_ids=window[None], use_cache=False)
+            read_window(session.adapter, window)
         layers = sorted(kept)
         by_step = torch.stack([found["similarity"][layer] for layer in layers]).mean(dim=0)
         return {

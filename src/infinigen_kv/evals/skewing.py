@@ -15,6 +15,7 @@ from infinigen_kv.errors import InputError
 from infinigen_kv.evals.observing import ByLayer, ModelTask, by_layer, read_ids
 from infinigen_kv.evals.probe import seeing_attention
 from infinigen_kv.evals.reading import Reader
+from infinigen_kv.evals.soundness import read_window
 from infinigen_kv.evals.task import Inputs, Result, Sample
 from infinigen_kv.evals.windows import split_window
 
@@ -73,7 +74,7 @@ class SkewingTask(ModelTask):
 
         window = self._windows[index].to(session.model.device)
         with seeing_attention(session.model, see):
-            session.adapter.decoder(input_ids=window[None], use_cache=False)
+            read_window(session.adapter, window)
         return {"layers": layers, "curves": curves, "fetched": None, "fetched_all_layers": None}
 
     def summarise(self, samples: Sequence[Sample], full: Sequence[Sample] | None = None) -> Skewing:

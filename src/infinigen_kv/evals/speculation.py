@@ -21,6 +21,7 @@ from infinigen_kv.evals.intervals import Estimate, share
 from infinigen_kv.evals.observing import read_ids
 from infinigen_kv.evals.probe import LayerProbe, watching
 from infinigen_kv.evals.reading import Reader
+from infinigen_kv.evals.soundness import read_window
 from infinigen_kv.evals.task import Inputs, Result, Sample, Task
 from infinigen_kv.evals.windows import split_window
 from infinigen_kv.policies.registry import cache_plan
@@ -144,7 +145,7 @@ class SpeculationTask(Task):
             found.append({name: _mean(part[name] for part in each) for name in each[0]})
 
         with watching(session.model, session.adapter, see):
-            session.adapter.decoder(input_ids=window[None], use_cache=False)
+            read_window(session.adapter, window)
         measured = {name: [layer[name] for layer in found] for name in found[0]} if found else {}
         return {"layers": layers, "measured": measured, "fetched": None, "fetched_all_layers": None}
 
