@@ -16,25 +16,13 @@ from infinigen_kv.pool.capped import CappedHome
 from infinigen_kv.pool.entries import Entries
 from infinigen_kv.pool.packed import FullReading, PackedHome, Reading
 from infinigen_kv.pool.pool import Pool
-from infinigen_kv.pool.resident import Misses, ResidentSet
+from infinigen_kv.pool.resident import Lookups, Misses, ResidentSet
 from infinigen_kv.pool.row_slots import RowSlots
 from infinigen_kv.pool.slots import Eviction
 from infinigen_kv.rehearsal.select import Selection
 
 LIKELY = 5  # a fifth of a limited home is named as likely to be wanted after a prompt
 RING = 64  # newest tokens that stay on the device, where there is a resident set
-
-
-@dataclass(slots=True)
-class Lookups:
-    """Entries that steps wanted and that were on the device already, since the last reset."""
-
-    wanted: int = 0
-    hits: int = 0
-
-    def reset(self) -> None:
-        """Start to count anew."""
-        self.wanted = self.hits = 0
 
 
 @dataclass(frozen=True, slots=True)
