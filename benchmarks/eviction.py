@@ -19,7 +19,7 @@ import torch
 from infinigen_kv import attach, calibrate, load_model
 from infinigen_kv.generate import forward, prefill
 from infinigen_kv.pool.slots import EVICTIONS
-from infinigen_kv.storage import StorageConfig
+from infinigen_kv.storage_config import StorageConfig
 
 
 @torch.no_grad()

@@ -35,7 +35,7 @@ from infinigen_kv.link.lane import Gather, Lane
 from infinigen_kv.models import EMBEDDED_PACKAGE
 from infinigen_kv.pool.pinned import HostMemory, pinned
 from infinigen_kv.pool.store import RamStore
-from infinigen_kv.storage import StorageConfig
+from infinigen_kv.storage_config import StorageConfig
 from infinigen_kv.texts import documentation_text
 
 PROMPT, STEPS, ROWS = 300, 40, 2

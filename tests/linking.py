@@ -21,7 +21,7 @@ from infinigen_kv.cache import InfiniGenCache
 from infinigen_kv.link import Link
 from infinigen_kv.pool.disk_file import DiskFile
 from infinigen_kv.pool.store import RamStore
-from infinigen_kv.storage import StorageConfig
+from infinigen_kv.storage_config import StorageConfig
 
 FAST = "emulated:1000"  # far faster than the machine: the path is taken, no time is lost
 

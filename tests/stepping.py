@@ -1,4 +1,4 @@
-"""What the evaluation's tests compare with: plain forwards and single decode steps."""
+"""What tests compare with: plain forwards and single decode steps; a selecting step by itself."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from infinigen_kv import Calibration, InfiniGenConfig, StorageConfig, attach
 from infinigen_kv.generate import forward, prefill
+from infinigen_kv.step import Step
 
 
 @torch.no_grad()
@@ -38,3 +39,16 @@ def stepped(
             forward(model, ids[None, at : at + 1], cache)[0] for at in range(prompt, ids.numel())
         ]
     return torch.cat(steps).double().log_softmax(-1)
+
+
+def decode_step(config: InfiniGenConfig, start: int, queries: int, rows: int = 1) -> Step:
+    """A selecting step of rows without padding, as a cache makes it."""
+    return Step(
+        start=start,
+        queries=queries,
+        rows=rows,
+        visible=None,
+        position_ids=torch.arange(start, start + queries)[None],
+        selecting=True,
+        config=config,
+    )

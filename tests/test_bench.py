@@ -16,11 +16,14 @@ import tiny
 from calibrating import calibrate_tiny, covering, selecting, tokens
 from infinigen_kv import Calibration, InputError, Session, attach
 from infinigen_kv import bench as bench_module
-from infinigen_kv.bench import BenchResult, bench, paper_link_rate
+from infinigen_kv import paper_link as paper_link_module
+from infinigen_kv.bench import BenchResult, bench
 from infinigen_kv.cache import InfiniGenCache
+from infinigen_kv.generate import forward
 from infinigen_kv.link import PAPER_RATIO
+from infinigen_kv.paper_link import paper_link_rate
 from infinigen_kv.policies.registry import POLICIES
-from infinigen_kv.storage import StorageConfig
+from infinigen_kv.storage_config import StorageConfig
 from linking import nothing_left
 
 PROMPT, STEPS, ROWS = 40, 6, 2
@@ -130,13 +133,16 @@ def test_all_policies_are_fed_what_ideal_generates(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fed: dict[int, list[list[int]]] = {}
-    forward = bench_module.forward
 
-    def watched(model: Any, ids: Tensor, cache: InfiniGenCache, **options: Any) -> Tensor:
-        fed.setdefault(id(cache), []).append(ids.flatten().tolist())
-        return forward(model, ids, cache, **options)
+    def watched(original: Any) -> Any:
+        def run(model: Any, ids: Tensor, cache: InfiniGenCache) -> Any:
+            fed.setdefault(id(cache), []).append(ids.flatten().tolist())
+            return original(model, ids, cache)
 
-    monkeypatch.setattr(bench_module, "forward", watched)
+        return run
+
+    for name in ("forward", "timed_forward"):
+        monkeypatch.setattr(bench_module, name, watched(getattr(bench_module, name)))
     measured(session, "stream", "infinigen")
     ideal, *others = fed.values()
     assert len(others) == 2 and others == [ideal, ideal]
@@ -170,7 +176,7 @@ def test_disk(llama: tuple[Any, Calibration], tmp_path: Path) -> None:
     assert result.policies[1].kl_to_ideal < 1e-6, "covering settings select everything"
 
 
-@pytest.mark.parametrize("failing", ["prefill", "forward"])
+@pytest.mark.parametrize("failing", ["prefill", "timed_forward", "forward"])
 def test_a_failure_closes_all_caches(
     llama: tuple[Any, Calibration], failing: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -198,12 +204,12 @@ def test_the_papers_link_follows_from_a_block(
     llama: tuple[Any, Calibration], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step of 40 ms and 4 layers: a layer's KV takes 18.5 times 10 ms."""
-    timed = bench_module._timed_step
+    timed = paper_link_module.timed_forward
 
     def constant(*given: Any) -> tuple[Tensor, float]:
         return timed(*given)[0], 40.0
 
-    monkeypatch.setattr(bench_module, "_timed_step", constant)
+    monkeypatch.setattr(paper_link_module, "timed_forward", constant)
     storage = StorageConfig(link="emulated:paper", resident_layers=())
     seconds_of_a_layer = PAPER_RATIO * 0.010
     with attach(*llama, selecting(), storage) as session:

@@ -26,12 +26,13 @@ from calibrating import (
 )
 from infinigen_kv import CacheStateError, Calibration, Session, attach
 from infinigen_kv.cache import InfiniGenCache
+from infinigen_kv.candidates import HeldCandidates
 from infinigen_kv.generate import cache_argument
 from infinigen_kv.pool import linked
 from infinigen_kv.pool.linked import LinkedPool
 from infinigen_kv.pool.slots import EVICTIONS, Eviction
-from infinigen_kv.step import HeldCandidates, Step
-from infinigen_kv.storage import StorageConfig
+from infinigen_kv.step import Step
+from infinigen_kv.storage_config import StorageConfig
 from linking import APART, apart, local_cache, same
 
 PROMPT, LENGTH = 40, 64

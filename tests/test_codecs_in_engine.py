@@ -13,7 +13,7 @@ import tiny
 from calibrating import calibrate_tiny, feed, left_padded, reference, run, selecting, tokens
 from infinigen_kv import Calibration, InfiniGenError, attach
 from infinigen_kv.cache import InfiniGenCache
-from infinigen_kv.storage import StorageConfig
+from infinigen_kv.storage_config import StorageConfig
 from linking import FAST, apart, delays, same, without_threads
 
 PROMPT, LENGTH = 150, 190

@@ -34,7 +34,8 @@ from infinigen_kv.pool.disk import DiskStore
 from infinigen_kv.pool.disk_file import DiskFile
 from infinigen_kv.pool.pinned import HostMemory
 from infinigen_kv.pool.store import RamStore
-from infinigen_kv.storage import Storage, StorageConfig
+from infinigen_kv.storage import Storage
+from infinigen_kv.storage_config import StorageConfig
 from late_streams import LateStreams, late_lane, pretend_cuda, pretend_to_pin
 
 ROWS, HEADS, ENTRY = 2, 3, 10

@@ -1,7 +1,8 @@
-"""The mask function of an attached model against Transformers' own."""
+"""The mask function of an attached model against Transformers' own; other masks, entry by entry."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -17,7 +18,10 @@ import tiny
 from calibrating import feed, left_padded, tokens
 from infinigen_kv import attach, hooks
 from infinigen_kv.attention import causal_mask
-from infinigen_kv.masks import decoder_mask
+from infinigen_kv.config import InfiniGenConfig
+from infinigen_kv.masks import decoder_mask, mask_of_held, mask_of_selection
+from infinigen_kv.rehearsal.select import Selection
+from stepping import decode_step
 
 
 def padding(*numbers: int) -> Tensor:
@@ -79,3 +83,24 @@ def test_models_ask_for_it(family: str, monkeypatch: pytest.MonkeyPatch) -> None
             feed(model, cache, ids, given, slice(30, 50))
             kinds = {True, False} if family == "gemma2" else {False}
             assert set(seen) == {each for each in expected if each[0] in kinds}
+
+
+def test_the_mask_of_a_selection_is_what_was_chosen_and_each_querys_own_token() -> None:
+    index = torch.tensor([[[[0, 3], [4, 1]], [[2, 2], [0, 5]]]])  # (1, H_kv 2, Q 2, 2)
+    counts = torch.tensor([[2, 1]])
+    made = mask_of_selection(Selection(index, counts), decode_step(InfiniGenConfig(), 5, 2))
+    for head, query in itertools.product(range(2), range(2)):
+        chosen = index[0, head, query, : counts[0, query]].tolist()
+        wanted = [token in {*chosen, 5 + query} for token in range(7)]
+        assert made[0, head, query].tolist() == wanted
+
+
+def test_the_mask_of_a_full_home_follows_its_tokens() -> None:
+    mask = torch.rand(2, 1, 3, 9) < 0.5
+    positions = torch.tensor([[0, 4, 2], [5, 1, 3]])
+    step = decode_step(InfiniGenConfig(), 6, 3, rows=2)
+    made = mask_of_held(mask, positions, step)
+    assert made is not None and mask_of_held(None, positions, step) is None
+    for row, query in itertools.product(range(2), range(3)):
+        columns = [*positions[row].tolist(), 6, 7, 8]
+        assert made[row, 0, query].tolist() == [bool(mask[row, 0, query, at]) for at in columns]

@@ -13,6 +13,7 @@ import torch
 import tiny
 from calibrating import calibrate_tiny, reference, selecting, tokens
 from infinigen_kv import InputError, attach
+from infinigen_kv import generate as generate_module
 from infinigen_kv import peers as peers_module
 from infinigen_kv.bench import bench
 from infinigen_kv.peers import PEERS, Peers, check_peer, missing_for, twin
@@ -80,7 +81,7 @@ def test_figures_follow_from_the_times(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = iter(
         [tick for step, each in enumerate(took) for tick in (1e3 * step, 1e3 * step + each)]
     )
-    monkeypatch.setattr(peers_module, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    monkeypatch.setattr(generate_module, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
     token, scores = ids[:, -1:], torch.full((3, tiny.VOCABULARY), -5.0).log_softmax(-1)
     for step in range(4):
         peers.step(token, scores, step > 0)

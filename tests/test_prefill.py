@@ -33,7 +33,7 @@ from infinigen_kv.pool.pool import LocalPool
 from infinigen_kv.recorder import FetchRecorder
 from infinigen_kv.rehearsal import statistics
 from infinigen_kv.rehearsal.statistics import Magnitudes, Moments
-from infinigen_kv.storage import StorageConfig
+from infinigen_kv.storage_config import StorageConfig
 from linking import FAST, apart
 
 PROMPT, LENGTH, CHUNK = 50, 58, 16

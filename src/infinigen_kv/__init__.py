@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from infinigen_kv.models import load_model
     from infinigen_kv.scheduling import Request, generate_rows
     from infinigen_kv.session import Session, attach
-    from infinigen_kv.storage import StorageConfig
+    from infinigen_kv.storage_config import StorageConfig
 
 # Where each public name lives. Imported on first use: torch and transformers take seconds, and
 # `infinigen-kv --help` needs neither.
@@ -40,7 +40,7 @@ _HOMES = {
     "LanguageModel": "language_model",
     "Request": "scheduling",
     "Session": "session",
-    "StorageConfig": "storage",
+    "StorageConfig": "storage_config",
     "UnsupportedModelError": "errors",
     "attach": "session",
     "calibrate": "calibration",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import resource
 import statistics
@@ -18,8 +17,9 @@ from torch import Tensor
 from infinigen_kv.cache import InfiniGenCache
 from infinigen_kv.config import PROMPT_CHUNK
 from infinigen_kv.errors import InputError
-from infinigen_kv.generate import forward, prefill
-from infinigen_kv.link import LinkSpec, paper_rate
+from infinigen_kv.generate import forward, prefill, timed_forward
+from infinigen_kv.link import LinkSpec
+from infinigen_kv.paper_link import balanced_rate
 from infinigen_kv.policies.registry import check_policy
 from infinigen_kv.policies.settings import BUDGET
 from infinigen_kv.progress import Progress, no_progress
@@ -29,7 +29,6 @@ from infinigen_kv.session import Session
 WARM_UP = 4  # steps that are not measured
 RECORDED = 4  # steps after the measured ones, for the fetched share
 EXTRA_STEPS = WARM_UP + RECORDED
-PACED = 16  # steps that the link of the paper's balance is set by, a quarter of them to warm up
 IDEAL = "ideal"
 
 StepListener = Callable[[Tensor, Tensor, bool], None]
@@ -144,7 +143,7 @@ def bench(
     try:
         for name in progress(names, "reading the prompt"):
             if name != IDEAL and LinkSpec.parse(session.storage.link).is_paper and rate is None:
-                rate = _paper_rate(session, runs[IDEAL].cache, prompt)
+                rate = balanced_rate(session, runs[IDEAL].cache, prompt)
             cache = session.new_cache(tokens=tokens, policy=name, link_rate=rate, budget=budget)
             runs[name] = run = _Run(cache)
             started = time.perf_counter()
@@ -175,38 +174,6 @@ def bench(
     )
 
 
-@torch.no_grad()
-def paper_link_rate(session: Session, *, context: int, rows: int = 1) -> float:
-    """Rate of ``emulated:paper`` for a model: one layer's KV in 18.5 times one block's computation.
-
-    Reads ``context`` arbitrary tokens into an in-memory cache first, which takes as long as a
-    prompt; fewer where the model has no positions left for the measured steps.
-    """
-    if session.adapter.max_positions is not None:
-        context = max(1, min(context, session.adapter.max_positions - PACED))
-    ids = torch.ones(rows, context, dtype=torch.long, device=session.model.device)
-    cache = session.new_cache(tokens=context + PACED + 1, policy=IDEAL)
-    prefill(session, cache, ids)
-    try:
-        return _paper_rate(session, cache, ids)
-    finally:
-        cache.close()
-
-
-def _paper_rate(session: Session, ideal: InfiniGenCache, prompt: Tensor) -> float:
-    """Measure a block on the ideal cache."""
-    length = ideal.get_seq_length()
-    probe = copy.deepcopy(ideal)  # sliding layers could not take the tokens back
-    limit = session.adapter.max_positions
-    steps = PACED if limit is None else max(1, min(PACED, limit - length))
-    times = [_timed_step(session, probe, prompt[:, -1:])[1] for _ in range(steps)]
-    block = statistics.median(times[steps // 4 :]) / 1e3 / len(session.adapter.layers)
-    spec = next(spec for spec in session.adapter.layers if not spec.is_sliding)
-    dtype = session.model.dtype
-    entry = 2 * spec.head_dim * spec.num_kv_heads * dtype.itemsize
-    return paper_rate(prompt.shape[0] * length * entry, block)
-
-
 def _decode(
     session: Session,
     runs: dict[str, _Run],
@@ -224,7 +191,7 @@ def _decode(
                 run.disk_bytes = run.cache.storage.disk_bytes_read
         following = token
         for name, run in runs.items():
-            logits, elapsed = _timed_step(session, run.cache, token)
+            logits, elapsed = timed_forward(session.model, token, run.cache)
             scores = logits[:, -1].float().log_softmax(-1)
             if name == IDEAL:
                 reference = scores
@@ -246,14 +213,6 @@ def _decode(
             "hit": run.cache.resident_hit_rate,
         }
     return token
-
-
-def _timed_step(session: Session, cache: InfiniGenCache, token: Tensor) -> tuple[Tensor, float]:
-    started = time.perf_counter()
-    logits = forward(session.model, token, cache)
-    if logits.is_cuda:
-        torch.cuda.synchronize(logits.device)
-    return logits, (time.perf_counter() - started) * 1e3
 
 
 def _fetched_shares(session: Session, runs: dict[str, _Run], token: Tensor) -> dict[str, float]:

@@ -20,10 +20,12 @@ from infinigen_kv.policies.registry import (
 from infinigen_kv.policies.scoring import Scoring
 from infinigen_kv.policies.settings import PolicySettings
 from infinigen_kv.predict import QueryPredictor
-from infinigen_kv.storage import Storage, StorageConfig
+from infinigen_kv.storage import Storage
+from infinigen_kv.storage_config import StorageConfig
 
 if TYPE_CHECKING:
-    from infinigen_kv.adapters.base import Adapter, LayerSpec
+    from infinigen_kv.adapters.base import Adapter
+    from infinigen_kv.adapters.layer_spec import LayerSpec
     from infinigen_kv.calibration import Calibration
     from infinigen_kv.engine import Owner
     from infinigen_kv.kernels import Kernels

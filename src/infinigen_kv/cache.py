@@ -7,29 +7,27 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from infinigen_kv.engine import EngineCache, Owner
-from infinigen_kv.errors import CacheStateError, DeviceError, InputError
+from infinigen_kv.cache_statistics import CacheStatistics
+from infinigen_kv.engine import Owner
+from infinigen_kv.errors import CacheStateError, DeviceError
 from infinigen_kv.faults import is_device_fault
+from infinigen_kv.masks import visible_tokens
 from infinigen_kv.offloaded import OffloadedLayer
-from infinigen_kv.policies import FullPolicy
-from infinigen_kv.pool.linked import LinkedPool
-from infinigen_kv.pool.pool import LocalPool, Pool
+from infinigen_kv.phase import Phase
 from infinigen_kv.step import Recorder, Step
 
 if TYPE_CHECKING:
     from infinigen_kv.config import InfiniGenConfig
     from infinigen_kv.storage import Storage
 
-LONGEST_DRAFT = 64  # tokens; what assisted decoding verifies at once stays below
 
-
-class InfiniGenCache(EngineCache):
+class InfiniGenCache(CacheStatistics):
     """KV cache of one batch, for ``model.generate(..., cache=cache)`` on an attached model.
 
     Layers with full attention are `OffloadedLayer`; sliding layers keep their window in
@@ -70,70 +68,12 @@ class InfiniGenCache(EngineCache):
         self._thread: threading.Thread | None = None
         self._interrupted = False
         self._lost = False
-        self._saw_prompt = False
-        self._prompt_until = 0
-        self._forced = False
-        self._drafting: Literal["no", "armed", "yes"] = "no"
-
-    @property
-    def offloaded(self) -> list[OffloadedLayer]:
-        """The layers whose KV has a home."""
-        return [layer for layer in self.layers if isinstance(layer, OffloadedLayer)]
-
-    @property
-    def home_bytes(self) -> int:
-        """Bytes reserved for KV in the homes of all layers."""
-        return sum(pool.home_bytes for pool in self._pools)
-
-    @property
-    def device_bytes(self) -> int:
-        """Bytes of KV, resident sets and partial keys on the device."""
-        kept = sum(pool.device_bytes for pool in self._pools)
-        return kept + sum(layer.policy.nbytes for layer in self.offloaded)
-
-    @property
-    def speculated_layers(self) -> list[int]:
-        """Layers whose entries are selected."""
-        return [
-            layer.spec.index for layer in self.offloaded if not isinstance(layer.policy, FullPolicy)
-        ]
-
-    @property
-    def resident_layers(self) -> dict[int, int]:
-        """Layers kept on the device whole, where others have a home apart, and their bytes."""
-        pools = {layer.spec.index: layer.pool for layer in self.offloaded}
-        kept = {
-            index: pool.device_bytes for index, pool in pools.items() if isinstance(pool, LocalPool)
-        }
-        return kept if len(kept) < len(pools) else {}
-
-    @property
-    def resident_hit_rate(self) -> float:
-        """Share of the entries that steps wanted and found on the device; NaN without any."""
-        lookups = [pool.lookups for pool in self._pools if isinstance(pool, LinkedPool)]
-        wanted = sum(each.wanted for each in lookups)
-        return sum(each.hits for each in lookups) / wanted if wanted else float("nan")
-
-    @property
-    def moved_entries(self) -> dict[int, int]:
-        """Entries of each selecting layer that steps wanted and did not find on the device."""
-        return {
-            layer.spec.index: layer.pool.lookups.wanted - layer.pool.lookups.hits
-            for layer in self.offloaded
-            if isinstance(layer.pool, LinkedPool)
-        }
+        self._phase = Phase()
 
     @property
     def is_interrupted(self) -> bool:
         """Whether a forward failed and could not be taken back; only `reset` helps then."""
         return self._interrupted
-
-    def reset_statistics(self) -> None:
-        """Count link traffic and resident hits anew."""
-        self.storage.link.statistics.reset()
-        for pool in self._pools:
-            if isinstance(pool, LinkedPool):
-                pool.lookups.reset()
 
     def close(self) -> None:
         """Release all memory, threads and files; the cache is empty then and of no more use."""
@@ -142,19 +82,14 @@ class InfiniGenCache(EngineCache):
         finally:
             self.storage.close()
 
-    @property
-    def _pools(self) -> list[Pool]:
-        return [layer.pool for layer in self.offloaded if layer.pool is not None]
-
     def expect_prompt(self, tokens: int) -> None:
         """Say that the cache's first ``tokens`` tokens are prompt, however they arrive.
 
         A forward of one token on top of others is otherwise a decode step, and may select. Needed
         only by callers who feed a prompt in chunks of which the last may hold a single token.
         """
-        self._prompt_until = tokens
+        self._phase.expect_prompt(tokens)
         self.storage.expect(tokens)
-        self._drafting = "no" if self._drafting == "yes" else self._drafting
 
     @contextmanager
     def decoding(self) -> Iterator[None]:
@@ -163,11 +98,8 @@ class InfiniGenCache(EngineCache):
         The first forward of an empty cache is exact all the same: it is what a rehearsal learns
         from.
         """
-        before, self._forced = self._forced, True
-        try:
+        with self._phase.decoding():
             yield
-        finally:
-            self._forced = before
 
     def begin_forward(
         self, *, queries: int, rows: int, attention_mask: Tensor | None, position_ids: Tensor
@@ -175,17 +107,17 @@ class InfiniGenCache(EngineCache):
         """The model starts a forward of ``queries`` new tokens in ``rows`` rows."""
         self._settle()
         self._check_usable(rows)
-        start, end = self.get_seq_length(), self._prompt_until
+        start = self.get_seq_length()
         self._step = Step(
             start=start,
             queries=queries,
             rows=rows,
-            visible=_visible_tokens(attention_mask, rows, start + queries),
+            visible=visible_tokens(attention_mask, rows, start + queries),
             position_ids=position_ids,
-            selecting=self._decodes(start, queries),
+            selecting=self._phase.decodes(start, queries),
             config=self.config,
             recorder=self.recorder,
-            prompt_ends=start + queries >= end if start < end else None,
+            prompt_ends=self._phase.ends_prompt(start, queries),
         )
         if self._step.selecting and queries > 1:
             self._check_room(queries)
@@ -245,9 +177,7 @@ class InfiniGenCache(EngineCache):
             self._close_step(finished=False)
         super().reset()
         self._interrupted = False
-        self._saw_prompt = False
-        self._prompt_until = 0
-        self._drafting = "no"
+        self._phase.reset()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest ``-tokens_to_remove`` tokens; a positive one is the length to keep."""
@@ -264,9 +194,7 @@ class InfiniGenCache(EngineCache):
         # sliding layers first: they refuse what they cannot undo, and then nothing has changed
         for layer in sorted(self.layers, key=lambda layer: not layer.is_sliding):
             layer.crop(-removed)
-        self._prompt_until = min(self._prompt_until, self.get_seq_length())
-        if self.get_seq_length() == 0:
-            self._saw_prompt = False
+        self._phase.cropped(self.get_seq_length())
 
     @torch.inference_mode(False)  # a copy that is made inside of it may be used outside
     def __deepcopy__(self, memo: dict[int, Any]) -> InfiniGenCache:
@@ -301,18 +229,7 @@ class InfiniGenCache(EngineCache):
     def activate_past_recording(self) -> None:
         """Assisted decoding starts: short forwards after the next one verify drafts."""
         super().activate_past_recording()
-        self._drafting = "armed"
-
-    def _decodes(self, start: int, queries: int) -> bool:
-        """Whether a forward is a decode step, to which selection applies.
-
-        A single token is one, unless it may belong to a prompt that is fed token by token.
-        """
-        if self._forced:
-            return start > 0
-        if start < self._prompt_until or not self._saw_prompt or self._drafting == "armed":
-            return False
-        return queries == 1 or (self._drafting == "yes" and queries <= LONGEST_DRAFT)
+        self._phase.expect_drafts()
 
     def _settle(self) -> None:
         """Take back what an interrupted forward added.
@@ -333,9 +250,7 @@ class InfiniGenCache(EngineCache):
         for layer in self.offloaded:
             layer.begin(None)
         if finished:
-            self._saw_prompt |= step.queries > 1 or step.start + 1 == self._prompt_until
-            if self._drafting == "armed":
-                self._drafting = "yes"
+            self._phase.finished(step.start, step.queries)
             return
         broken, self._interrupted = self._interrupted, True  # unless all layers go back
         for layer in self.layers:
@@ -382,21 +297,3 @@ class InfiniGenCache(EngineCache):
                 f"the cache holds {held.pop()} rows but the forward has {rows}: use a cache of "
                 "its own for each batch"
             )
-
-
-def _visible_tokens(attention_mask: Tensor | None, rows: int, tokens: int) -> Tensor | None:
-    """The caller's 2-D mask as booleans ``(rows, tokens)``; None where nothing is padding."""
-    if attention_mask is None:
-        return None
-    if attention_mask.dim() != 2:
-        raise InputError(
-            f"attention_mask has {attention_mask.dim()} dimensions: an attached model takes a "
-            "2-D mask (rows, tokens), 1 for tokens and 0 for padding, or none"
-        )
-    if attention_mask.shape != (rows, tokens):
-        raise InputError(
-            f"attention_mask has shape {tuple(attention_mask.shape)}, but {rows} rows of {tokens} "
-            "tokens are in the cache and this forward together"
-        )
-    visible = attention_mask.bool()
-    return None if bool(visible.all()) else visible

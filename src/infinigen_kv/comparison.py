@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from infinigen_kv.bench import paper_link_rate
 from infinigen_kv.cache import InfiniGenCache
 from infinigen_kv.calibration import Calibration
 from infinigen_kv.config import PROMPT_CHUNK, InfiniGenConfig
@@ -21,10 +20,11 @@ from infinigen_kv.errors import InputError
 from infinigen_kv.fidelity import forgetting
 from infinigen_kv.generate import forward, prefill
 from infinigen_kv.link import LinkSpec
+from infinigen_kv.paper_link import paper_link_rate
 from infinigen_kv.progress import Progress, no_progress
 from infinigen_kv.recorder import FidelityRecorder
 from infinigen_kv.session import Session, attach
-from infinigen_kv.storage import StorageConfig
+from infinigen_kv.storage_config import StorageConfig
 
 FULL = "full"
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from infinigen_kv.adapters import adapter_for
-from infinigen_kv.adapters.base import Adapter, LayerSpec
+from infinigen_kv.adapters.base import Adapter
+from infinigen_kv.adapters.layer_spec import LayerSpec
 from infinigen_kv.calibration import Calibration, LayerCalibration
 from infinigen_kv.calibration.fingerprint import model_fingerprint
 from infinigen_kv.errors import InputError

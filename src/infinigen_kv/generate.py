@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +34,15 @@ def forward(
         **{cache_argument(model): cache},
         **inputs,
     ).logits
+
+
+def timed_forward(model: PreTrainedModel, token_ids: Tensor, cache: Any) -> tuple[Tensor, float]:
+    """As `forward`, and the milliseconds that it took; a GPU is waited for."""
+    started = time.perf_counter()
+    logits = forward(model, token_ids, cache)
+    if logits.is_cuda:
+        torch.cuda.synchronize(logits.device)
+    return logits, (time.perf_counter() - started) * 1e3
 
 
 @torch.no_grad()

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
-from infinigen_kv.bench import paper_link_rate
 from infinigen_kv.calibration import Calibration, calibrate
 from infinigen_kv.config import PROMPT_CHUNK, InfiniGenConfig
 from infinigen_kv.errors import InputError
@@ -18,10 +17,11 @@ from infinigen_kv.generate import cache_argument, piece_length
 from infinigen_kv.link import LinkSpec
 from infinigen_kv.memory import calibration_fields, check_memory, model_request
 from infinigen_kv.models import LoadedModel, load_model
+from infinigen_kv.paper_link import paper_link_rate
 from infinigen_kv.progress import Progress, no_progress
 from infinigen_kv.recorder import FetchRecorder
 from infinigen_kv.session import Session, attach
-from infinigen_kv.storage import StorageConfig
+from infinigen_kv.storage_config import StorageConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,14 +13,15 @@ from transformers.cache_utils import CacheLayerMixin
 from infinigen_kv.attention import decode_weights, dense_attention, grouped_scores
 from infinigen_kv.errors import CacheStateError, HomeError
 from infinigen_kv.kernels import Kernels
+from infinigen_kv.masks import mask_of_held, mask_of_no_tail, mask_of_selection
 from infinigen_kv.policies import Policy
 from infinigen_kv.pool.pool import Pool
-from infinigen_kv.rehearsal.select import Selection, selection_mask
+from infinigen_kv.rehearsal.select import Selection
 from infinigen_kv.rehearsal.tail import attention_in_blocks
 from infinigen_kv.step import Step
 
 if TYPE_CHECKING:
-    from infinigen_kv.adapters.base import LayerSpec
+    from infinigen_kv.adapters.layer_spec import LayerSpec
 
 PoolMaker = Callable[[Tensor, Tensor], Pool]
 """Makes an empty pool for keys and values like these, ``(B, H_kv, *, D)``."""
@@ -192,9 +193,9 @@ class OffloadedLayer(CacheLayerMixin):
         if step.selecting and step.queries > 1:
             picked = self.policy.select(step, pool)
         if picked is not None:
-            mask = _with_new_tokens(selection_mask(picked, step.start + step.queries), step)
+            mask = mask_of_selection(picked, step)
         elif positions is not None:
-            mask = _mask_of_held(mask, positions, step)
+            mask = mask_of_held(mask, positions, step)
         if step.recorder is not None:
             wanted = step.recorder.needs_scores and picked is not None
             scores = grouped_scores(query, all_keys, scaling, softcap) if wanted else None
@@ -203,7 +204,7 @@ class OffloadedLayer(CacheLayerMixin):
         if tails is not None:
             assert mask is not None
             output = attention_in_blocks(
-                query, all_keys, all_values, mask, *tails, _no_tail(mask, step),
+                query, all_keys, all_values, mask, *tails, mask_of_no_tail(mask, step),
                 scaling=scaling, softcap=softcap,
             )  # fmt: skip
         else:
@@ -309,29 +310,3 @@ class OffloadedLayer(CacheLayerMixin):
 
     def prefetch(self) -> None:
         """Nothing to do: the rehearsal prefetches."""
-
-
-def _with_new_tokens(selected: Tensor, step: Step) -> Tensor:
-    """A selection ``(B, H_kv, Q, S)`` and each query's own token."""
-    own = torch.arange(step.start, step.start + step.queries, device=selected.device)
-    return selected.scatter(-1, own[None, None, :, None].expand(*selected.shape[:3], 1), True)
-
-
-def _no_tail(attended: Tensor, step: Step) -> Tensor:
-    """``(B, H_kv, 1, Q, S)``: tokens that a query attends to exactly, or may not attend to."""
-    allowed = step.candidates.allowed
-    assert allowed is not None  # several queries: not all tokens come before each
-    return (attended | ~allowed.to(attended.device)).unsqueeze(2)
-
-
-def _mask_of_held(mask: Tensor | None, positions: Tensor, step: Step) -> Tensor | None:
-    """The model's mask ``(B, 1, Q, start + Q)`` for the held tokens and the new ones.
-
-    ``positions`` ``(B, S)``: where held tokens stand in it. All of them come before the queries.
-    """
-    if mask is None:
-        return None
-    new = torch.arange(step.start, step.start + step.queries).expand(positions.shape[0], -1)
-    columns = torch.cat([positions, new.to(positions.device)], dim=1).to(mask.device)
-    wide = columns[:, None, None, :].expand(-1, mask.shape[1], mask.shape[2], -1)
-    return mask.expand(columns.shape[0], -1, -1, -1).gather(3, wide)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from infinigen_kv.pool.paging import PagingPool
 from infinigen_kv.pool.pool import Pool
-from infinigen_kv.storage import Storage, StorageConfig
+from infinigen_kv.storage import Storage
+from infinigen_kv.storage_config import StorageConfig
 
 
 class PagedStorage(Storage):

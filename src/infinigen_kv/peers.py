@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, QuantizedCache, StaticCache
 
 from infinigen_kv.errors import InputError
-from infinigen_kv.generate import forward
+from infinigen_kv.generate import forward, timed_forward
 
 QUANTISERS: Mapping[str, str] = MappingProxyType({"quanto": "optimum.quanto", "hqq": "hqq"})
 """Backends of `QuantizedCache`, in order of preference, with the module that each needs."""
@@ -145,13 +145,9 @@ class Peers:
             False while warming up.
         """
         for run in self._runs.values():
-            started = time.perf_counter()
-            logits = forward(self._model, token, run.cache)
-            if logits.is_cuda:
-                torch.cuda.synchronize(logits.device)
-            elapsed = time.perf_counter() - started
+            logits, elapsed = timed_forward(self._model, token, run.cache)
             if measured:
-                run.times.append(elapsed * 1e3)
+                run.times.append(elapsed)
                 scores = logits[:, -1].float().log_softmax(-1)
                 run.kl.append((reference.exp() * (reference - scores)).sum(-1).mean().item())
 

@@ -12,7 +12,7 @@ from infinigen_kv.rehearsal.select import Selection, group_margin, selection_mas
 from infinigen_kv.step import Step
 
 if TYPE_CHECKING:
-    from infinigen_kv.adapters.base import LayerSpec
+    from infinigen_kv.adapters.layer_spec import LayerSpec
     from infinigen_kv.pool.pool import Pool
 
 

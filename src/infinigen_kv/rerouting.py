@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
-from infinigen_kv.adapters.base import Adapter, LayerSpec
+from infinigen_kv.adapters.base import Adapter
+from infinigen_kv.adapters.layer_spec import LayerSpec
 
 ATTENTION = "infinigen_kv_measuring"
 

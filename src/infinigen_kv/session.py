@@ -22,7 +22,7 @@ from infinigen_kv.policies.registry import POLICIES, cache_plan, check_policy
 from infinigen_kv.policies.settings import BUDGET, PolicySettings
 from infinigen_kv.ragged import check_rotary
 from infinigen_kv.row import check_size
-from infinigen_kv.storage import StorageConfig
+from infinigen_kv.storage_config import StorageConfig
 
 
 class Session:

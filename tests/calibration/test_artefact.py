@@ -17,6 +17,7 @@ from infinigen_kv.adapters import adapter_for
 from infinigen_kv.calibration import Calibration, LayerCalibration
 from infinigen_kv.calibration.artefact import HEADER, TENSORS
 from infinigen_kv.calibration.fingerprint import model_fingerprint
+from infinigen_kv.calibration.replacing import aside_of
 from infinigen_kv.errors import CalibrationError
 from tiny import llama, randomise
 
@@ -143,6 +144,48 @@ def test_an_interrupted_write_leaves_the_old_one_and_nothing_else(
     assert [entry.name for entry in tmp_path.iterdir()] == (["calibration"] if exists else [])
     if exists:
         assert same(Calibration.load(folder), made())
+
+
+@pytest.mark.parametrize("step", range(4))
+def test_a_process_that_dies_leaves_the_old_one_or_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    """From some move of a folder on nothing is done any more, tidying up included."""
+    folder = tmp_path / "calibration"
+    made().save(folder)
+    moves = 0
+
+    def dying(working: Any) -> Any:
+        def move(*args: Any) -> Any:
+            nonlocal moves
+            moves += 1
+            if moves > step:
+                raise KeyboardInterrupt
+            return working(*args)
+
+        return move
+
+    with monkeypatch.context() as patch:
+        for method in ("rename", "replace"):
+            patch.setattr(Path, method, dying(getattr(Path, method)))
+        if step < 3:
+            with pytest.raises(KeyboardInterrupt):
+                made(seed=1).save(folder)
+        else:
+            made(seed=1).save(folder)
+    assert same(Calibration.load(folder), made(seed=0 if step < 2 else 1))
+    for seed in (2, 3):
+        made(seed=seed).save(folder)
+        assert same(Calibration.load(folder), made(seed=seed))
+        assert [entry.name for entry in tmp_path.iterdir()] == ["calibration"]
+
+
+def test_what_is_in_the_way_of_the_old_one_is_not_deleted(saved: Path) -> None:
+    (precious := aside_of(saved)).mkdir()
+    (precious / "notes.txt").write_text("precious")
+    with pytest.raises(CalibrationError, match="exists and is not a calibration"):
+        made(seed=1).save(saved)
+    assert (precious / "notes.txt").exists() and same(Calibration.load(saved), made())
 
 
 def test_a_missing_artefact(tmp_path: Path) -> None:

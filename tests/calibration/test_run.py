@@ -16,6 +16,7 @@ from infinigen_kv.adapters import adapter_for
 from infinigen_kv.calibration import Calibration, calibrate
 from infinigen_kv.calibration.artefact import HEADER, TENSORS
 from infinigen_kv.calibration.collect import Collector
+from infinigen_kv.calibration.replacing import aside_of
 from infinigen_kv.calibration.run import FEWEST_TOKENS
 from infinigen_kv.errors import InfiniGenError, InputError, UnsupportedModelError
 from infinigen_kv.rehearsal.predictor import RIDGE
@@ -164,6 +165,22 @@ def test_a_damaged_cache_entry_is_made_again(
     assert "ignoring the cached calibration" in caplog.text
     assert torch.equal(second.layers[1].down, first.layers[1].down)
     assert Calibration.load(entry).settings == first.settings
+
+
+def test_a_cache_entry_is_found_whose_replacement_was_cut_off(
+    tokenizer: Any, cache_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = llama()
+    first = calibrate(model, tokenizer, TEXTS, **SMALL)
+    (entry,) = (cache_folder / "calibrations").iterdir()
+    entry.rename(aside_of(entry))
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("calibrated a second time")
+
+    monkeypatch.setattr(model.model, "forward", refuse)
+    second = calibrate(model, tokenizer, TEXTS, **SMALL)
+    assert torch.equal(second.layers[1].down, first.layers[1].down)
 
 
 def test_without_the_cache_nothing_is_written(tokenizer: Any, cache_folder: Path) -> None:

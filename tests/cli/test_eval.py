@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import tiny
-from command_line import TEXT, Run, last_json, refusal, tokenizer
+from command_line import TEXT, Run, last_json, refusal, save, tokenizer
 from fewshot_records import RECORDS, folder
 from infinigen_kv import InfiniGenConfig, StorageConfig
 from infinigen_kv.calibration import Calibration
@@ -105,6 +106,18 @@ def test_several_tasks_each_with_a_table(run: Run, words: tuple[Any, ...]) -> No
     assert names == [("text", "ideal"), ("text", "infinigen"), ("speculation", "infinigen")]
     assert "task speculation: without ideal, which it does not suit" in result.stderr
     assert "speculation, 2 of 5 samples" in result.stdout
+
+
+def test_a_model_that_computes_nan_gets_an_error(
+    run: Run, words: tuple[Any, ...], tmp_path: Path
+) -> None:
+    model = tiny.llama()
+    with torch.no_grad():
+        model.lm_head.weight.fill_(float("nan"))
+    reason = refusal(
+        run("eval", save(model, tmp_path / "broken"), *words[2:], "--tasks", "text", "--json")
+    )
+    assert "the model's logits contain NaN or infinity" in reason
 
 
 @needs_harness

@@ -13,7 +13,7 @@ import tiny
 from calibrating import calibrate_tiny, selecting, tokens
 from infinigen_kv import InfiniGenConfig, attach, calibrate
 from infinigen_kv.diagnosis import Diagnosis, ResidentTrial, Thresholds, Windows, diagnose
-from infinigen_kv.diagnosis.harm import HarmMeter
+from infinigen_kv.diagnosis.layerwise import LayerwiseKL
 from infinigen_kv.diagnosis.measure import HARM_TOKENS
 from infinigen_kv.errors import InfiniGenError, InputError
 from infinigen_kv.fidelity import measure_fidelity
@@ -90,7 +90,7 @@ def test_layers_are_tried_on_other_tokens_than_those_that_chose_them() -> None:
     first, last = windows(2).ids
     with attach(model, calibration, config) as session:
         meters = [
-            HarmMeter(session, ids[:PROMPT], ids[PROMPT:][:HARM_TOKENS]) for ids in (first, last)
+            LayerwiseKL(session, ids[:PROMPT], ids[PROMPT:][:HARM_TOKENS]) for ids in (first, last)
         ]
         harm = {layer: meters[0].kl({layer}) for layer in (1, 2, 3)}
         worst = max(harm, key=harm.__getitem__)

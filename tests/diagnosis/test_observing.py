@@ -13,7 +13,7 @@ from infinigen_kv.diagnosis.evidence import LayerEvidence
 from infinigen_kv.diagnosis.observing import LayerObserver
 from infinigen_kv.evals.run import Subject, evaluate
 from infinigen_kv.evals.speculation import PLACES, QUERIES, Speculation, SpeculationTask
-from infinigen_kv.storage import StorageConfig
+from infinigen_kv.storage_config import StorageConfig
 from tiny import llama
 
 PROMPT, DECODED = 50, 32

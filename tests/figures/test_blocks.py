@@ -14,7 +14,7 @@ from infinigen_kv import Calibration, InputError, attach
 from infinigen_kv.figures import blocks as blocks_module
 from infinigen_kv.figures.blocks import BlockTimer, split_blocks
 from infinigen_kv.generate import prefill
-from infinigen_kv.storage import StorageConfig
+from infinigen_kv.storage_config import StorageConfig
 
 PROMPT, STEPS = 40, 4
 FAST = StorageConfig(link="emulated:1000", resident_layers=())

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 import tiny
 from calibrating import RandomTokenizer, calibrate_tiny, reference, tokens
 from infinigen_kv import Calibration, InputError, attach
-from infinigen_kv import bench as bench_module
+from infinigen_kv import paper_link as paper_link_module
 from infinigen_kv.fidelity import measure_fidelity
 from infinigen_kv.figures import laboratory as laboratory_module
 from infinigen_kv.figures.laboratory import APART, Laboratory, Subject
@@ -100,8 +100,8 @@ def test_a_blocks_point(laboratory: Laboratory) -> None:
 
 
 def test_a_rate_point(laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch) -> None:
-    timed = bench_module._timed_step
-    monkeypatch.setattr(bench_module, "_timed_step", lambda *given: (timed(*given)[0], 40.0))
+    timed = paper_link_module.timed_forward
+    monkeypatch.setattr(paper_link_module, "timed_forward", lambda *given: (timed(*given)[0], 40.0))
     found = laboratory.measure(Point(kind="rate", prompt_tokens=300, decode_tokens=1))
     layer = 300 * 2 * 2 * 16 * 4  # tokens, KV heads, K and V, D, bytes: in 18.5 times 10 ms
     assert found["rate"] == pytest.approx(layer / (18.5 * 0.010))

@@ -17,6 +17,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from infinigen_kv.candidates import HeldCandidates
 from infinigen_kv.config import InfiniGenConfig
 from infinigen_kv.errors import InfiniGenError
 from infinigen_kv.kernels import Kernels, TorchKernels
@@ -24,7 +25,7 @@ from infinigen_kv.native.kernels import NativeKernels
 from infinigen_kv.rehearsal.partial_keys import PartialKeys
 from infinigen_kv.rehearsal.select import Candidates, Selection
 from infinigen_kv.rehearsal.statistics import Projection
-from infinigen_kv.step import HeldCandidates, Step
+from infinigen_kv.step import Step
 
 SCALING = 0.25
 DTYPES = [torch.float32, torch.bfloat16]

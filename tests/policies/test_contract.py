@@ -29,7 +29,7 @@ from infinigen_kv import Calibration, InfiniGenCache, InfiniGenConfig, Session, 
 from infinigen_kv.generate import forward, prefill
 from infinigen_kv.policies.registry import POLICIES, cache_plan
 from infinigen_kv.recorder import FetchRecorder
-from infinigen_kv.storage import StorageConfig
+from infinigen_kv.storage_config import StorageConfig
 from linking import FAST, failing, nothing_left, same
 from selections import Sets, as_sets
 

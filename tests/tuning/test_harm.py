@@ -11,7 +11,7 @@ from infinigen_kv.config import InfiniGenConfig
 from infinigen_kv.errors import InfiniGenError
 from infinigen_kv.generate import forward, prefill
 from infinigen_kv.session import attach
-from infinigen_kv.storage import StorageConfig
+from infinigen_kv.storage_config import StorageConfig
 from infinigen_kv.tuning.harm import HarmMeter
 from tiny import TINY
 

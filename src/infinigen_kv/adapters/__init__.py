@@ -1,6 +1,7 @@
 """What differs between model families, behind one interface."""
 
-from infinigen_kv.adapters.base import Adapter, LayerSpec
+from infinigen_kv.adapters.base import Adapter
+from infinigen_kv.adapters.layer_spec import LayerSpec
 from infinigen_kv.adapters.registry import adapter_for, supported_families
 from infinigen_kv.adapters.rotary import rotate
 

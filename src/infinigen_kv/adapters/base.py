@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from infinigen_kv.adapters.layer_spec import LayerSpec
 from infinigen_kv.adapters.rotary import rotate
 from infinigen_kv.errors import UnsupportedModelError
 
@@ -24,36 +24,6 @@ FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
 
 _WEIGHT_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
-
-
-@dataclass(frozen=True, slots=True)
-class LayerSpec:
-    """One attention layer of a model.
-
-    Attributes
-    ----------
-    index
-        Layer index as the model passes it to ``cache.update``.
-    module
-        The attention module. Its forward receives the hidden states after the layer's norm.
-    num_heads, num_kv_heads, head_dim
-        H, H_kv and D.
-    scaling
-        What the model passes as ``scaling`` to its attention function.
-    softcap
-        Bound of the scaled scores, ``softcap * tanh(score / softcap)``; None where there is none.
-    is_sliding
-        The layer attends within a window only.
-    """
-
-    index: int
-    module: nn.Module
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scaling: float
-    softcap: float | None
-    is_sliding: bool
 
 
 class Adapter:

@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from infinigen_kv.adapters.base import SLIDING_ATTENTION, Adapter, LayerSpec
+from infinigen_kv.adapters.base import SLIDING_ATTENTION, Adapter
+from infinigen_kv.adapters.layer_spec import LayerSpec
 
 
 class Gemma2Adapter(Adapter):

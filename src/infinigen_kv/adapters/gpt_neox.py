@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from infinigen_kv.adapters.base import Adapter, LayerSpec
+from infinigen_kv.adapters.base import Adapter
+from infinigen_kv.adapters.layer_spec import LayerSpec
 
 _QUERY, _KEY = 0, 1
 

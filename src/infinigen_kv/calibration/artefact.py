@@ -19,6 +19,7 @@ from torch import Tensor, device
 from infinigen_kv.adapters.base import Adapter
 from infinigen_kv.calibration.cost import Stages
 from infinigen_kv.calibration.fingerprint import digest, model_fingerprint
+from infinigen_kv.calibration.replacing import aside_of, current, replace_folder
 from infinigen_kv.calibration.tuned import Tuned
 from infinigen_kv.config import InfiniGenConfig
 from infinigen_kv.errors import CalibrationError
@@ -100,7 +101,10 @@ class Calibration:
             )
 
     def save(self, folder: str | Path) -> Path:
-        """Write the artefact into ``folder``, replacing one there; nothing half-written remains."""
+        """Write the artefact into ``folder``, replacing one there; nothing half-written remains.
+
+        A process that dies meanwhile leaves the old one or the new one, which `load` finds.
+        """
         folder = Path(folder)
         check_target(folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -120,7 +124,7 @@ class Calibration:
                 header["tensors_sha256"] = sha256(payload).hexdigest()
             header["cost"] = {**self.cost, **stages.to_dict()} if self.cost else {}
             (staged / HEADER).write_text(json.dumps(header, indent=1) + "\n", encoding="utf-8")
-            _swap(staged, folder, aside=Path(scratch) / "old")
+            replace_folder(folder, staged, Path(scratch))
         return folder
 
     @classmethod
@@ -132,7 +136,7 @@ class Calibration:
         CalibrationError
             If it is missing, damaged or of another format.
         """
-        folder = Path(folder)
+        folder = current(Path(folder))
         header = _read_header(folder / HEADER)
         try:
             payload = (folder / TENSORS).read_bytes()
@@ -172,10 +176,11 @@ def calibration_digest(calibration: Calibration) -> str:
 
 def check_target(folder: Path) -> None:
     """Raise `CalibrationError` if saving to ``folder`` would replace anything but an artefact."""
-    if folder.exists() and not _replaceable(folder):
-        raise CalibrationError(
-            f"{folder} exists and is not a calibration: choose another output folder"
-        )
+    for each in (folder, aside_of(folder)):
+        if each.exists() and not _replaceable(each):
+            raise CalibrationError(
+                f"{each} exists and is not a calibration: choose another output folder"
+            )
 
 
 def _read_header(path: Path) -> dict[str, Any]:
@@ -241,18 +246,6 @@ def _layers(tensors: dict[str, Tensor]) -> dict[int, LayerCalibration]:
         ) from error
 
 
-def _swap(staged: Path, folder: Path, aside: Path) -> None:
-    """Put ``staged`` in the place of ``folder``, which comes back if that fails."""
-    try:
-        if folder.exists():
-            folder.rename(aside)
-        staged.replace(folder)
-    except BaseException:
-        if aside.exists() and not folder.exists():
-            aside.rename(folder)
-        raise
-
-
 def _replaceable(folder: Path) -> bool:
     """Only ever delete what this class wrote, or nothing."""
     if not folder.is_dir():
@@ -267,5 +260,6 @@ def _short(value: object) -> str:
 
 def remove(folder: Path) -> None:
     """Delete a cached artefact that turned out damaged."""
+    folder = current(folder)
     if _replaceable(folder):
         shutil.rmtree(folder)

@@ -18,6 +18,7 @@ from infinigen_kv.calibration.artefact import Calibration, LayerCalibration, rem
 from infinigen_kv.calibration.collect import Collector, LayerSums
 from infinigen_kv.calibration.cost import Stages
 from infinigen_kv.calibration.fingerprint import digest, model_fingerprint, text_hash
+from infinigen_kv.calibration.replacing import current
 from infinigen_kv.errors import CalibrationError, InfiniGenError, InputError
 from infinigen_kv.paths import cache_dir
 from infinigen_kv.progress import Progress, no_progress
@@ -127,7 +128,7 @@ def _settings(
 
 
 def _cached(folder: Any) -> Calibration | None:
-    if not folder.exists():
+    if not current(folder).exists():
         return None
     try:
         return Calibration.load(folder)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -26,6 +26,7 @@ from infinigen_kv.cli.options import (
     parse_prompt_chunk,
 )
 from infinigen_kv.cli.output import percent, print_json, table
+from infinigen_kv.cli.sizes import parse_budget
 from infinigen_kv.cli.storage_options import StorageOptions, storage_record
 from infinigen_kv.errors import InputError
 from infinigen_kv.progress import bar
@@ -39,19 +40,21 @@ POLICIES = "ideal,stream,infinigen-paper,infinigen"
 APART = 500  # tokens between the starts of the rows' texts
 
 
-def bench(
-    *,
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    """What is timed, on which prompt."""
+
     prompt_tokens: Annotated[
         int, typer.Option("--prompt-tokens", metavar="P", min=1, help="Length of the prompt.")
-    ] = 4096,
+    ] = 4096
     decode_tokens: Annotated[
         int, typer.Option("--decode-tokens", metavar="T", min=1, help="Measured steps.")
-    ] = 64,
-    batch: Annotated[int, typer.Option("--batch", metavar="B", min=1, help="Rows.")] = 1,
+    ] = 64
+    batch: Annotated[int, typer.Option("--batch", metavar="B", min=1, help="Rows.")] = 1
     policies: Annotated[
         str,
         typer.Option("--policies", metavar="LIST", help="What to compare, separated by commas."),
-    ] = POLICIES,
+    ] = POLICIES
     peers: Annotated[
         str,
         typer.Option(
@@ -61,7 +64,7 @@ def bench(
             "QuantizedCache. [default: none]",
             show_default=False,
         ),
-    ] = "",
+    ] = ""
     budget: Annotated[
         str | None,
         typer.Option(
@@ -71,7 +74,7 @@ def bench(
             "0.2, in (0, 1]. [default: 20%]",
             show_default=False,
         ),
-    ] = None,
+    ] = None
     text: Annotated[
         str | None,
         typer.Option(
@@ -80,27 +83,60 @@ def bench(
             help="Text of the prompts. [default: the documentation of the Python language]",
             show_default=False,
         ),
-    ] = None,
-    prompt_chunk: PromptChunkOption = DEFAULT_CHUNK,
-    device_memory: DeviceMemoryOption = None,
+    ] = None
+    prompt_chunk: PromptChunkOption = DEFAULT_CHUNK
+    device_memory: DeviceMemoryOption = None
+
+    def peer_names(self) -> list[str]:
+        """Transformers' caches by name, each checked."""
+        from infinigen_kv.peers import check_peer
+
+        return [check_peer(name.strip()) for name in self.peers.split(",") if name.strip()]
+
+    def policy_names(self) -> list[str]:
+        """Policies by name, each checked; there must be one."""
+        from infinigen_kv.policies.registry import check_policy
+
+        names = [check_policy(name.strip()) for name in self.policies.split(",") if name.strip()]
+        if not names:
+            raise InputError(f"--policies {self.policies!r} names none: the default is {POLICIES}")
+        return names
+
+    def content(self) -> str:
+        """The text that prompts are cut from."""
+        if self.text is None:
+            return documentation_text()
+        return read_text(self.text, option="--text")
+
+    def prompts(self, ids: list[int]) -> list[list[int]]:
+        """Tokens of each row's prompt, cut from those of the text; errors say what is too long."""
+        needed = self.prompt_tokens + (self.batch - 1) * APART
+        if needed > len(ids):
+            raise InputError(
+                f"--prompt-tokens {self.prompt_tokens} and --batch {self.batch} need {needed} "
+                f"tokens, but the text has {len(ids)}"
+            )
+        starts = range(0, self.batch * APART, APART)
+        return [ids[start : start + self.prompt_tokens] for start in starts]
+
+
+def bench(
+    *,
+    timed: BenchOptions,
     json: JsonOption = False,
     storage: StorageOptions,
     selection: SelectionOptions,
     target: ModelOptions,
 ) -> None:
     """Time decode steps of several policies side by side, on the same tokens."""
-    from infinigen_kv.peers import Peers, check_peer
-    from infinigen_kv.policies.registry import check_policy
+    from infinigen_kv.peers import Peers
 
-    beside = [check_peer(name.strip()) for name in peers.split(",") if name.strip()]
-    names = [check_policy(name.strip()) for name in policies.split(",") if name.strip()]
-    if not names:
-        raise InputError(f"--policies {policies!r} names none: the default is {POLICIES}")
-    share = parse_budget(budget)
+    beside, names = timed.peer_names(), timed.policy_names()
+    share = parse_budget(timed.budget)
     config, where = selection.config(), storage.config()
-    memory = parse_memory("--device-memory", device_memory)
-    chunk = parse_prompt_chunk(prompt_chunk)
-    content = documentation_text() if text is None else read_text(text, option="--text")
+    memory = parse_memory("--device-memory", timed.device_memory)
+    chunk = parse_prompt_chunk(timed.prompt_chunk)
+    content = timed.content()
     given = read_calibration(selection.calibration)
     loaded = load(target)
     import torch
@@ -109,21 +145,16 @@ def bench(
     from infinigen_kv.bench import bench as run
     from infinigen_kv.session import attach
 
-    ids = loaded.tokenizer(content, verbose=False)["input_ids"]
-    needed = prompt_tokens + (batch - 1) * APART
-    if needed > len(ids):
-        raise InputError(
-            f"--prompt-tokens {prompt_tokens} and --batch {batch} need {needed} tokens, but the "
-            f"text has {len(ids)}"
-        )
-    check_fit(loaded, given, config, prompt_tokens + decode_tokens + EXTRA_STEPS)
+    prompts = timed.prompts(loaded.tokenizer(content, verbose=False)["input_ids"])
+    steps = timed.decode_tokens + EXTRA_STEPS
+    check_fit(loaded, given, config, timed.prompt_tokens + steps)
     check_memory_fit(
         loaded,
         given,
         memory,
-        context=prompt_tokens + decode_tokens + EXTRA_STEPS,
-        new_tokens=decode_tokens + EXTRA_STEPS,
-        rows=batch,
+        context=timed.prompt_tokens + steps,
+        new_tokens=steps,
+        rows=timed.batch,
         prompt_chunk=chunk,
         config=config,
         storage=where,
@@ -132,17 +163,14 @@ def bench(
     )
     made = calibrated(loaded, given)
     config = selected_config(selection, made)
-    starts = range(0, batch * APART, APART)
-    prompt = torch.tensor([ids[start : start + prompt_tokens] for start in starts])
-    prompt = prompt.to(loaded.model.device)
-    tokens = prompt_tokens + decode_tokens + EXTRA_STEPS
-    others = Peers(loaded.model, beside, tokens=tokens)
+    prompt = torch.tensor(prompts, device=loaded.model.device)
+    others = Peers(loaded.model, beside, tokens=timed.prompt_tokens + steps)
     others.read(prompt)
     with attach(loaded.model, made, config, where) as session:
         result = run(
             session,
             prompt,
-            decode_tokens=decode_tokens,
+            decode_tokens=timed.decode_tokens,
             policies=names,
             prompt_chunk=chunk,
             budget=share,
@@ -158,22 +186,6 @@ def bench(
         print_json({**echo, **settings, **result.to_dict(), **also})
     else:
         _print(result, others, target.model)
-
-
-def parse_budget(text: str | None) -> float:
-    """``20%`` or ``0.2`` to a share; errors name the option."""
-    from infinigen_kv.policies.settings import BUDGET, PolicySettings
-    from infinigen_kv.storage import parse_size
-
-    if text is None:
-        return BUDGET
-    try:
-        return PolicySettings(budget=parse_size("--budget", text, units=False)).budget
-    except InputError as error:
-        raise InputError(
-            f"--budget {text!r} is not valid: it must be a share of the cached tokens in (0, 1], "
-            "e.g. 20% or 0.2"
-        ) from error
 
 
 def _print(result: BenchResult, peers: Peers, model: str) -> None:

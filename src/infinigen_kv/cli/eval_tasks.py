@@ -34,17 +34,6 @@ def parse_names(tasks: str, policies: str) -> tuple[list[str], list[str]]:
     return list(dict.fromkeys(expanded)), list(dict.fromkeys(names))
 
 
-def task_options(**values: Any) -> TaskOptions:
-    """Validated options; errors name the option as it was typed."""
-    from infinigen_kv.evals.task import TaskOptions
-
-    try:
-        return TaskOptions(**values)
-    except InputError as error:
-        field, _, rest = str(error).partition("=")
-        raise InputError(f"--{field.replace('_', '-')} {rest}") from error
-
-
 def parse_lengths(text: str) -> tuple[int, ...]:
     """Numbers of tokens, separated by commas."""
     try:

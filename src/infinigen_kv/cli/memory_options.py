@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from infinigen_kv.cli.sizes import parse_size
 from infinigen_kv.errors import InputError
 
 DeviceMemoryOption = Annotated[
@@ -22,8 +23,6 @@ DeviceMemoryOption = Annotated[
 
 def parse_memory(option: str, text: str | None) -> int | None:
     """Bytes of ``24GiB``; None stays None."""
-    from infinigen_kv.storage import parse_size
-
     if text is None:
         return None
     size = parse_size(option, text)

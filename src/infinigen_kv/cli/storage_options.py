@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from infinigen_kv.cli.sizes import parse_size
 from infinigen_kv.errors import InputError
 
 if TYPE_CHECKING:
-    from infinigen_kv.storage import StorageConfig
+    from infinigen_kv.storage_config import StorageConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +90,7 @@ class StorageOptions:
     def config(self) -> StorageConfig:
         """Validated settings; errors name the option as it was typed."""
         from infinigen_kv.pool.scratch import existing
-        from infinigen_kv.storage import StorageConfig, parse_size
+        from infinigen_kv.storage_config import StorageConfig
 
         values: dict[str, Any] = asdict(self)
         for name in ("capacity", "resident"):

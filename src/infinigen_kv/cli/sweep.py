@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from infinigen_kv.cli.sizes import parse_size
 from infinigen_kv.cli.storage_options import StorageOptions
 from infinigen_kv.errors import InputError
 
 if TYPE_CHECKING:
-    from infinigen_kv.storage import StorageConfig
+    from infinigen_kv.storage_config import StorageConfig
 
 NO_LIMIT = "none"
 EVERYTHING = "all"  # of a home that holds everything as it is
@@ -67,8 +68,6 @@ def _parts(option: str, text: str) -> list[str]:
 
 
 def _value(option: str, text: str) -> str | int | float | None:
-    from infinigen_kv.storage import parse_size
-
     if option == "--codecs":
         return text
     return None if text == NO_LIMIT else parse_size(option, text, units=False)

@@ -91,7 +91,7 @@ class TuningOptions:
 
     def options(self) -> TuneOptions:
         """Validated; errors name the option as it was typed."""
-        from infinigen_kv.storage import parse_size
+        from infinigen_kv.cli.sizes import parse_size
         from infinigen_kv.tuning.options import TuneOptions
 
         values = {name: value for name, value in asdict(self).items() if name != "text"}

@@ -17,7 +17,7 @@ from infinigen_kv.adapters.base import Adapter
 from infinigen_kv.calibration import Calibration
 from infinigen_kv.config import InfiniGenConfig
 from infinigen_kv.diagnosis.evidence import Evidence, LayerEvidence, ResidentTrial
-from infinigen_kv.diagnosis.harm import HarmMeter
+from infinigen_kv.diagnosis.layerwise import LayerwiseKL
 from infinigen_kv.diagnosis.observing import LayerObserver
 from infinigen_kv.diagnosis.verdict import Thresholds, Verdict, judge
 from infinigen_kv.errors import InfiniGenError, InputError
@@ -28,7 +28,7 @@ from infinigen_kv.evals.task import plain
 from infinigen_kv.policies.registry import speculated_layers
 from infinigen_kv.progress import Progress, no_progress
 from infinigen_kv.session import Session, attach
-from infinigen_kv.storage import StorageConfig
+from infinigen_kv.storage_config import StorageConfig
 
 ENGINE, PAPER, ORACLE = "infinigen", "infinigen-paper", "oracle"
 LEAST_DECODED = 32  # tokens: room for at least two of the places that a layer is measured at
@@ -174,11 +174,11 @@ def diagnose(
         observer = LayerObserver(session, calibration, prompt=windows.prompt)
         for window in progress(list(windows.ids), "layers beside the truth"):
             observer.read(window)
-        meter = _harm_meter(session, windows, 0)
+        meter = _layerwise_kl(session, windows, 0)
         layers = progress(observer.layers, "each layer alone")
         harm = {layer: meter.kl({layer}) for layer in layers}
         if len(windows.ids) > 1:  # on the tokens that chose them, their worth would be flattered
-            meter = _harm_meter(session, windows, -1)
+            meter = _layerwise_kl(session, windows, -1)
         trial = _try_resident(meter, harm)
     unselected = _unselected(adapter, settings)
     evidence = Evidence(
@@ -252,12 +252,12 @@ def _whole_model(
     return found
 
 
-def _harm_meter(session: Session, windows: Windows, index: int) -> HarmMeter:
+def _layerwise_kl(session: Session, windows: Windows, index: int) -> LayerwiseKL:
     window, end = windows.ids[index], windows.prompt + HARM_TOKENS
-    return HarmMeter(session, window[: windows.prompt], window[windows.prompt : end])
+    return LayerwiseKL(session, window[: windows.prompt], window[windows.prompt : end])
 
 
-def _try_resident(meter: HarmMeter, harm: Mapping[int, float]) -> ResidentTrial | None:
+def _try_resident(meter: LayerwiseKL, harm: Mapping[int, float]) -> ResidentTrial | None:
     """Keep the layers that harm most on the device; None where there are too few to leave any."""
     count = max(1, round(TRIED * len(harm)))
     if count >= len(harm):

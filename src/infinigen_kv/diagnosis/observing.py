@@ -9,14 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from infinigen_kv.adapters.base import LayerSpec
+from infinigen_kv.adapters.layer_spec import LayerSpec
 from infinigen_kv.calibration import Calibration, LayerCalibration
 from infinigen_kv.diagnosis.evidence import NAN, LayerEvidence, known_mean
+from infinigen_kv.evals.agreement import compare
 from infinigen_kv.evals.attention import attention_weights
 from infinigen_kv.evals.probe import LayerProbe, Scores, watching
 from infinigen_kv.evals.similarity import NORMED, cosine, watching_blocks
 from infinigen_kv.evals.sparsity import tokens_needed
-from infinigen_kv.evals.speculation import compare, spread_steps
+from infinigen_kv.evals.speculation import spread_steps
 from infinigen_kv.policies.registry import speculated_layers
 from infinigen_kv.predict import QueryPredictor
 from infinigen_kv.rehearsal.select import choose

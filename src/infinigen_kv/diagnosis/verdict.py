@@ -10,7 +10,7 @@ from typing import Literal
 from infinigen_kv.diagnosis.advice import advise
 from infinigen_kv.diagnosis.evidence import Evidence, LayerEvidence, known_mean
 from infinigen_kv.diagnosis.wording import name_layers, percent, span
-from infinigen_kv.storage import HARD_TO_PREDICT
+from infinigen_kv.storage_config import HARD_TO_PREDICT
 
 Level = Literal["suitable", "suitable with care", "unsuitable"]
 Weakness = Literal["unpredictable", "flat", "misled", "lossy"]

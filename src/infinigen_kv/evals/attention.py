@@ -11,20 +11,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from infinigen_kv.adapters.base import LayerSpec
+from infinigen_kv.adapters.layer_spec import LayerSpec
 from infinigen_kv.attention import causal_mask, grouped_scores
 from infinigen_kv.config import InfiniGenConfig
 from infinigen_kv.errors import InputError
 from infinigen_kv.evals.intervals import Estimate, share
 from infinigen_kv.evals.observing import ByLayer, WindowTask, by_layer, read_ids
-from infinigen_kv.evals.perplexity import split_window
 from infinigen_kv.evals.probe import seeing_attention
 from infinigen_kv.evals.reading import Reader
+from infinigen_kv.evals.soundness import read_window
 from infinigen_kv.evals.task import Inputs, Result, Sample, fetched, fetched_of, percent
+from infinigen_kv.evals.windows import split_window
 from infinigen_kv.policies.registry import cache_plan
 from infinigen_kv.recorder import FetchRecorder
 from infinigen_kv.rehearsal.select import selection_mask
-from infinigen_kv.storage import StorageConfig
+from infinigen_kv.storage_config import StorageConfig
 
 STEPS = 16  # decode steps that one value of the course is a mean over
 QUERY_BLOCK = 128  # queries whose weights are made at once
@@ -93,7 +94,7 @@ class AttentionTask(WindowTask):
 
         window = self._windows[index].to(session.model.device)
         with seeing_attention(session.model, see):
-            session.adapter.decoder(input_ids=window[None], use_cache=False)
+            read_window(session.adapter, window)
         layers = sorted(kept)
         by_step = torch.stack([found["similarity"][layer] for layer in layers]).mean(dim=0)
         return {

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from infinigen_kv.errors import InputError
 from infinigen_kv.evals.data import data_files, digest, read_utf8
-from infinigen_kv.evals.perplexity import PerplexityTask, split_window
+from infinigen_kv.evals.perplexity import PerplexityTask
 from infinigen_kv.evals.task import Inputs
+from infinigen_kv.evals.windows import split_window
 
 DOMAINS = MappingProxyType(
     {

@@ -16,7 +16,7 @@ from infinigen_kv.rehearsal.select import Selection, group_margin, selection_mas
 from infinigen_kv.step import Recorder, Step
 
 if TYPE_CHECKING:
-    from infinigen_kv.adapters.base import LayerSpec
+    from infinigen_kv.adapters.layer_spec import LayerSpec
 
 
 @dataclass(slots=True)

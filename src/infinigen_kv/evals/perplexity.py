@@ -27,9 +27,9 @@ from infinigen_kv.evals.task import (
     fetched_of,
     percent,
 )
+from infinigen_kv.evals.windows import split_window
 from infinigen_kv.session import Session
 
-DEFAULT_WINDOW = 3072
 CHUNK = 256  # decoded tokens (Figure 12)
 ALL_FETCHED = MappingProxyType({"fetched": 1.0, "fetched_all_layers": 1.0})  # also of short texts
 
@@ -243,30 +243,6 @@ def own_text(name: str, inputs: Inputs) -> PerplexityTask:
     if inputs.options.text is None:
         raise InputError(f"task {name!r} needs a text: name a UTF-8 file with --text FILE")
     return _task(name, read_utf8(inputs.options.text), inputs)
-
-
-def split_window(inputs: Inputs) -> tuple[int, int]:
-    """Tokens of a window and of its prompt, from the options and the model's positions.
-
-    Raises
-    ------
-    InputError
-        If the window is longer than the model's positions.
-    """
-    asked, limit = inputs.options.window, inputs.max_positions
-    if asked is not None and limit is not None and asked > limit:
-        raise InputError(
-            f"a window of {asked} tokens is longer than the model's {limit} positions: choose a "
-            "smaller one"
-        )
-    window = asked or min(DEFAULT_WINDOW, limit or DEFAULT_WINDOW)
-    prompt = inputs.options.prompt_tokens or window * 2 // 3
-    if prompt >= window:
-        raise InputError(
-            f"prompt_tokens={prompt} leaves no tokens after the prompt in a window of {window}: "
-            "choose a shorter prompt or a longer window"
-        )
-    return window, prompt
 
 
 def _task(name: str, text: str, inputs: Inputs) -> PerplexityTask:

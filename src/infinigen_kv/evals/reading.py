@@ -11,6 +11,7 @@ from torch import Tensor
 from infinigen_kv.cache import InfiniGenCache
 from infinigen_kv.calibration import Calibration
 from infinigen_kv.evals.misses import Misses, MissRecorder
+from infinigen_kv.evals.soundness import check_logits
 from infinigen_kv.evals.traffic import held_bytes, token_bytes
 from infinigen_kv.generate import forward, prefill
 from infinigen_kv.policies.registry import check_policy
@@ -69,6 +70,8 @@ class Reader:
         ------
         InputError
             If the prompt is empty or the model has too few positions.
+        InfiniGenError
+            If the model computes NaN or infinity; so do the readings' methods.
         """
         tokens = prompt.numel() + room
         self.session.check_length(tokens)
@@ -77,9 +80,10 @@ class Reader:
         recorder = self._recorder(cache, tokens)
         cache.recorder = recorder if recorder.needs_keys else None  # others see no prompt
         prompt = prompt.to(self.session.model.device)
-        logits = prefill(self.session, cache, prompt[None])
+        last = prefill(self.session, cache, prompt[None])[0, -1].float()
+        check_logits(last)
         self._token_bytes = token_bytes(cache, self.session.model.dtype)
-        return Reading(self, cache, logits[0, -1].float(), recorder)
+        return Reading(self, cache, last, recorder)
 
     def note(self, cache: InfiniGenCache) -> None:
         """Take note of what a cache of this reader holds by now."""
@@ -152,6 +156,7 @@ class Reading:
             with self._cache.decoding():
                 fed = [forward(model, piece[None], self._cache)[0] for piece in pieces]
             logits = torch.cat(fed).float()
+            check_logits(logits)
             self.last = logits[-1]
             self._reader.note(self._cache)
             yield logits
@@ -168,6 +173,7 @@ class Reading:
         model = self._reader.session.model
         self._cache.expect_prompt(self._cache.get_seq_length() + tokens.numel())
         logits = forward(model, tokens[None].to(model.device), self._cache)[0].float()
+        check_logits(logits)
         self.last = logits[-1]
         return logits
 

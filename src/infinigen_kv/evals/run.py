@@ -22,7 +22,7 @@ from infinigen_kv.policies.registry import cache_plan, check_policy
 from infinigen_kv.policies.settings import BUDGET
 from infinigen_kv.progress import Progress, no_progress
 from infinigen_kv.session import Session, attach
-from infinigen_kv.storage import StorageConfig
+from infinigen_kv.storage_config import StorageConfig
 
 
 @dataclass(frozen=True, slots=True)

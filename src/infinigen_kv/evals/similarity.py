@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from infinigen_kv.adapters.base import Adapter
 from infinigen_kv.errors import InputError
 from infinigen_kv.evals.observing import ByLayer, ModelTask, by_layer, read_ids
-from infinigen_kv.evals.perplexity import split_window
 from infinigen_kv.evals.reading import Reader
+from infinigen_kv.evals.soundness import read_window
 from infinigen_kv.evals.task import Inputs, Result, Sample
+from infinigen_kv.evals.windows import split_window
 
 BLOCK_INPUT, NORMED, ATTENTION, FEED_FORWARD = TENSORS = (
     "block_input",
@@ -75,7 +76,7 @@ class SimilarityTask(ModelTask):
 
         window = self._windows[index].to(reader.session.model.device)
         with watching_blocks(adapter, see):
-            adapter.decoder(input_ids=window[None], use_cache=False)
+            read_window(adapter, window)
         return {**found, "fetched": None, "fetched_all_layers": None}
 
     def summarise(

@@ -13,10 +13,11 @@ from torch import Tensor
 from infinigen_kv.calibration import Calibration
 from infinigen_kv.errors import InputError
 from infinigen_kv.evals.observing import ByLayer, ModelTask, by_layer, read_ids
-from infinigen_kv.evals.perplexity import split_window
 from infinigen_kv.evals.probe import seeing_attention
 from infinigen_kv.evals.reading import Reader
+from infinigen_kv.evals.soundness import read_window
 from infinigen_kv.evals.task import Inputs, Result, Sample
+from infinigen_kv.evals.windows import split_window
 
 TOP = 0.3  # of the columns: the paper's partial ratio (section 4.3)
 SERIES = ("query", "query_skewed", "key", "key_skewed")
@@ -73,7 +74,7 @@ class SkewingTask(ModelTask):
 
         window = self._windows[index].to(session.model.device)
         with seeing_attention(session.model, see):
-            session.adapter.decoder(input_ids=window[None], use_cache=False)
+            read_window(session.adapter, window)
         return {"layers": layers, "curves": curves, "fetched": None, "fetched_all_layers": None}
 
     def summarise(self, samples: Sequence[Sample], full: Sequence[Sample] | None = None) -> Skewing:

@@ -11,13 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from infinigen_kv.adapters.base import LayerSpec
+from infinigen_kv.adapters.layer_spec import LayerSpec
 from infinigen_kv.errors import InputError
 from infinigen_kv.evals.attention import attention_weights
 from infinigen_kv.evals.intervals import Estimate
 from infinigen_kv.evals.observing import ByLayer, ModelTask, by_layer, read_ids
 from infinigen_kv.evals.probe import seeing_attention
 from infinigen_kv.evals.reading import Reader
+from infinigen_kv.evals.soundness import read_window
 from infinigen_kv.evals.task import Inputs, Result, Sample
 
 MASS = 0.9  # of a query's attention
@@ -116,7 +117,7 @@ class SparsityTask(ModelTask):
 
         window = self._windows[index].to(session.model.device)
         with seeing_attention(session.model, see):
-            session.adapter.decoder(input_ids=window[None], use_cache=False)
+            read_window(session.adapter, window)
         return {**sample, "fetched": None, "fetched_all_layers": None}
 
     def summarise(

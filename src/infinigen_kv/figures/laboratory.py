@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from infinigen_kv.adapters import adapter_for
-from infinigen_kv.bench import EXTRA_STEPS, bench, paper_link_rate
+from infinigen_kv.bench import EXTRA_STEPS, bench
 from infinigen_kv.calibration import Calibration
 from infinigen_kv.calibration.artefact import calibration_digest
 from infinigen_kv.calibration.fingerprint import digest, model_fingerprint
@@ -26,9 +26,10 @@ from infinigen_kv.figures.point import Point
 from infinigen_kv.figures.store import Result
 from infinigen_kv.kernels import find_kernels
 from infinigen_kv.memory import PlanRequest, calibration_fields, check_memory, geometry_of
+from infinigen_kv.paper_link import paper_link_rate
 from infinigen_kv.peers import Peers, twin
 from infinigen_kv.session import Session, attach
-from infinigen_kv.storage import StorageConfig
+from infinigen_kv.storage_config import StorageConfig
 
 APART = 500  # tokens between the starts of the rows' texts
 

@@ -26,7 +26,7 @@ class Point:
     ----------
     kind
         ``bench``: `bench.bench`; ``fidelity``: `fidelity.measure_fidelity`, which knows one policy
-        only; ``blocks``: `figures.blocks.split_blocks`; ``rate``: `bench.paper_link_rate`.
+        only; ``blocks``: `figures.blocks.split_blocks`; ``rate``: `paper_link.paper_link_rate`.
     model
         A name of ``--models``; empty for the main one.
     layers

@@ -138,7 +138,7 @@ def plan_memory(request: PlanRequest) -> MemoryPlan:
 
 
 def _probe_bytes(request: PlanRequest) -> int:
-    """`bench.paper_link_rate`: everything on the device, and a copy of it."""
+    """`paper_link.paper_link_rate`: everything on the device, and a copy of it."""
     ideal = _plan_cache(request, "ideal")
     return 2 * ideal.cache.device_bytes + ideal.prefill
 

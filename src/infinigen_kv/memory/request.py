@@ -18,7 +18,7 @@ from infinigen_kv.generate import even_length
 from infinigen_kv.memory.geometry import ModelGeometry, geometry_of
 from infinigen_kv.policies.registry import check_policy
 from infinigen_kv.policies.settings import BUDGET, PolicySettings
-from infinigen_kv.storage import StorageConfig
+from infinigen_kv.storage_config import StorageConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

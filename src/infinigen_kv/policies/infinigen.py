@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from infinigen_kv.attention import grouped_scores
+from infinigen_kv.candidates import HeldCandidates
 from infinigen_kv.config import InfiniGenConfig
 from infinigen_kv.kernels import Kernels
 from infinigen_kv.policies.base import Policy
@@ -18,7 +19,7 @@ from infinigen_kv.rehearsal.partial_keys import PartialKeys
 from infinigen_kv.rehearsal.select import Candidates, Selection, choose, group_margin
 from infinigen_kv.rehearsal.statistics import Magnitudes, Moments, PromptStatistics
 from infinigen_kv.rehearsal.tail import Tail, ValueMap
-from infinigen_kv.step import HeldCandidates, Step
+from infinigen_kv.step import Step
 
 LAST_QUERIES = 16  # of a prompt; they tell best what the first steps will want
 

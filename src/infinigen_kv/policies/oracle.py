@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from infinigen_kv.attention import grouped_scores
+from infinigen_kv.candidates import HeldCandidates
 from infinigen_kv.policies.base import Policy
 from infinigen_kv.policies.infinigen import InfiniGenPolicy
 from infinigen_kv.policies.scoring import Scoring
 from infinigen_kv.pool.buffer import TokenBuffer
 from infinigen_kv.pool.pool import Pool
 from infinigen_kv.rehearsal.select import Candidates, Selection, group_margin, top_entries
-from infinigen_kv.step import HeldCandidates, Step
+from infinigen_kv.step import Step
 
 
 class OraclePolicy(Policy):

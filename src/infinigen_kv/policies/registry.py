@@ -22,7 +22,7 @@ from infinigen_kv.policies.scissorhands import ScissorhandsPolicy
 from infinigen_kv.policies.scoring import Scoring
 from infinigen_kv.policies.settings import PolicySettings
 from infinigen_kv.policies.streaming_llm import StreamingLLMPolicy
-from infinigen_kv.storage import StorageConfig, hard_layers
+from infinigen_kv.storage_config import StorageConfig, hard_layers
 
 
 class Layer(Protocol):

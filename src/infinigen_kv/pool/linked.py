@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,24 +16,13 @@ from infinigen_kv.pool.capped import CappedHome
 from infinigen_kv.pool.entries import Entries
 from infinigen_kv.pool.packed import FullReading, PackedHome, Reading
 from infinigen_kv.pool.pool import Pool
-from infinigen_kv.pool.resident import Misses, ResidentSet
-from infinigen_kv.pool.slots import Eviction, SlotMap
+from infinigen_kv.pool.resident import Lookups, Misses, ResidentSet
+from infinigen_kv.pool.row_slots import RowSlots
+from infinigen_kv.pool.slots import Eviction
 from infinigen_kv.rehearsal.select import Selection
 
 LIKELY = 5  # a fifth of a limited home is named as likely to be wanted after a prompt
 RING = 64  # newest tokens that stay on the device, where there is a resident set
-
-
-@dataclass(slots=True)
-class Lookups:
-    """Entries that steps wanted and that were on the device already, since the last reset."""
-
-    wanted: int = 0
-    hits: int = 0
-
-    def reset(self) -> None:
-        """Start to count anew."""
-        self.wanted = self.hits = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +72,10 @@ class LinkedPool(Pool):
         self._kind = (kernels or TorchKernels()).resident_set
         self._resident: ResidentSet | None = None
         self._fetch: _Fetch | None = None
-        self._maps: list[SlotMap] | None = None
+        self._slots: RowSlots | None = None
         if eviction is not None:
             assert isinstance(home, CappedHome)
-            self._maps = [SlotMap(home.capacity, eviction, sinks=sinks) for _ in range(home.rows)]
+            self._slots = RowSlots(home.rows, home.capacity, eviction, sinks=sinks)
 
     @property
     def rows(self) -> int:
@@ -95,7 +83,7 @@ class LinkedPool(Pool):
 
     @property
     def length(self) -> int:
-        return self._home.length if self._maps is None else self._maps[0].tokens_seen
+        return self._home.length if self._slots is None else self._slots.tokens_seen
 
     @property
     def home_bytes(self) -> int:
@@ -108,41 +96,36 @@ class LinkedPool(Pool):
 
     @property
     def room(self) -> int:
-        if self._maps is None or self._maps[0].capacity is None:
+        if self._slots is None:
             return self._budget
-        return max(self._budget, self._maps[0].capacity // LIKELY)
+        return max(self._budget, self._slots.capacity // LIKELY)
 
     @property
     def free(self) -> int | None:
-        if self._maps is None or self._maps[0].capacity is None:
-            return None
-        return self._maps[0].capacity - self._maps[0].length
+        return None if self._slots is None else self._slots.free
 
     @property
     def sinks(self) -> int:
-        return 0 if self._maps is None else self._maps[0].sinks
+        return 0 if self._slots is None else self._slots.sinks
 
     def set_padding(self, padding: Sequence[int]) -> None:
-        if self._maps is not None:
-            for slot_map, tokens in zip(self._maps, padding, strict=True):
-                slot_map.padding = tokens
+        if self._slots is not None:
+            self._slots.set_padding(padding)
 
     @property
     def positions(self) -> Tensor | None:
-        if self._maps is None or self._maps[0].tokens_seen == self._maps[0].length:
-            return None
-        positions = np.stack([each.positions for each in self._maps])
-        return torch.from_numpy(positions).to(self._home.device)
+        positions = None if self._slots is None else self._slots.positions
+        return None if positions is None else positions.to(self._home.device)
 
     def append(self, keys: Tensor, values: Tensor) -> Tensor | None:
         count = keys.shape[2]
         slots = None
-        if self._maps is None:
+        if self._slots is None:
             self._home.append(keys, values)
         else:
             assert isinstance(self._home, CappedHome)
             # First, so that after a failed write the lengths tell that slots may be overwritten.
-            slots = torch.from_numpy(np.stack([each.add(count) for each in self._maps]))
+            slots = self._slots.add(count)
             self._home.write(slots, keys, values)
         entry = self._home.store.entry_bytes
         self._link.sent(keys.shape[0] * keys.shape[1] * count * entry)
@@ -164,10 +147,10 @@ class LinkedPool(Pool):
     def prefetch(self, selection: Selection) -> None:
         self.discard()
         slots = selection.index.squeeze(2)
-        meant, wanted = self._meant(selection)
+        meant, wanted = selection.meant()
         self.lookups.wanted += wanted
-        if self._maps is not None:
-            self._touch(slots, meant)
+        if self._slots is not None:
+            self._slots.touch(slots, meant)
         if self._resident is None or slots.shape[2] > self._budget:
             self._fetch = self._start(slots, wanted)
             return
@@ -223,17 +206,16 @@ class LinkedPool(Pool):
         self._resident = None
 
     def warm(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        if self._maps is not None:  # so that the first victims are others
-            self._touch(slots, None)
+        if self._slots is not None:  # so that the first victims are others
+            self._slots.touch(slots, None)
         if self._budget == 0 or slots.shape[2] == 0:
             return
         self._resident_set(keys, values).warm(slots, keys, values)
 
     def truncate(self, length: int) -> None:
         self.discard()
-        if self._maps is not None:
-            for each in self._maps:
-                each.truncate(length)
+        if self._slots is not None:
+            self._slots.truncate(length)
         self._home.truncate(length)
         if self._resident is not None:
             self._resident.truncate(length)
@@ -243,8 +225,8 @@ class LinkedPool(Pool):
         self._home.take_rows(index)
         if self._resident is not None:
             self._resident.take_rows(index)
-        if self._maps is not None:
-            self._maps = [self._maps[row].copy() for row in index.tolist()]
+        if self._slots is not None:
+            self._slots.take_rows(index)
 
     def close(self) -> None:
         self._fetch = None
@@ -280,21 +262,6 @@ class LinkedPool(Pool):
         assert fetch.reading is not None
         entries = torch.empty(0) if fetch.transfer is None else fetch.transfer.wait()
         return fetch.reading.decode(entries.to(self._home.device))
-
-    def _meant(self, selection: Selection) -> tuple[Tensor | None, int]:
-        """Which columns of a selection count, ``(B, 1, n)``, and how many entries that makes."""
-        heads, columns = selection.index.shape[1], selection.index.shape[3]
-        if selection.counts is None:
-            return None, self.rows * heads * columns
-        order = torch.arange(columns, device=selection.index.device)
-        counts = selection.counts.to(order.device)
-        return (order < counts)[:, None], int(counts.sum()) * heads
-
-    def _touch(self, slots: Tensor, meant: Tensor | None) -> None:
-        assert self._maps is not None
-        for row, slot_map in enumerate(self._maps):
-            wanted = slots[row] if meant is None else slots[row][meant[row].expand_as(slots[row])]
-            slot_map.touch(wanted.reshape(-1).cpu().numpy())
 
     def _keep_new(self, slots: Tensor | None, keys: Tensor, values: Tensor) -> None:
         count = min(keys.shape[2], RING)

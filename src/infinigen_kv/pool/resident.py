@@ -26,6 +26,18 @@ class Misses:
     count: int
 
 
+@dataclass(slots=True)
+class Lookups:
+    """Entries that steps wanted and that were on the device already, since the last reset."""
+
+    wanted: int = 0
+    hits: int = 0
+
+    def reset(self) -> None:
+        """Start to count anew."""
+        self.wanted = self.hits = 0
+
+
 class ResidentSet:
     """Device-side store of one layer's entries, per row and KV head, least recently used out first.
 

@@ -63,6 +63,18 @@ class Selection:
             else self.counts.double().mean().item()
         )
 
+    def meant(self) -> tuple[Tensor | None, int]:
+        """Which columns are meant, ``(B, 1, n)`` or None for all, and how many entries that makes.
+
+        For one query per row.
+        """
+        rows, heads, _, columns = self.index.shape
+        if self.counts is None:
+            return None, rows * heads * columns
+        order = torch.arange(columns, device=self.index.device)
+        counts = self.counts.to(order.device)
+        return (order < counts)[:, None], int(counts.sum()) * heads
+
 
 def group_margin(scores: Tensor) -> Tensor:
     """How close a token comes to the best one of the query head that likes it most.

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from infinigen_kv.adapters.base import Adapter, LayerSpec
+from infinigen_kv.adapters.base import Adapter
+from infinigen_kv.adapters.layer_spec import LayerSpec
 from infinigen_kv.attention import dense_attention, grouped_scores
 from infinigen_kv.calibration import Calibration
 from infinigen_kv.config import InfiniGenConfig

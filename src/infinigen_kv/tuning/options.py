@@ -7,7 +7,7 @@ from typing import Any
 
 from infinigen_kv.config import InfiniGenConfig
 from infinigen_kv.errors import InputError
-from infinigen_kv.storage import StorageConfig
+from infinigen_kv.storage_config import StorageConfig
 from infinigen_kv.tuning.trial import COUNTING_LINK
 
 PROMPT_TOKENS = 2048

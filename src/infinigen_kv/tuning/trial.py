@@ -18,7 +18,7 @@ from infinigen_kv.config import InfiniGenConfig
 from infinigen_kv.generate import forward, prefill
 from infinigen_kv.recorder import FetchRecorder
 from infinigen_kv.session import Session, attach
-from infinigen_kv.storage import StorageConfig
+from infinigen_kv.storage_config import StorageConfig
 from infinigen_kv.tuning.windows import Window
 
 COUNTING_LINK = "emulated:1000000"  # GB/s: counts what crosses, and keeps nobody waiting

@@ -18,7 +18,7 @@ from infinigen_kv.figures.accuracy.definition import (
 from infinigen_kv.figures.accuracy.trial import Trial
 from infinigen_kv.figures.definition import Row, names
 from infinigen_kv.pool.codec import CODECS
-from infinigen_kv.storage import StorageConfig
+from infinigen_kv.storage_config import StorageConfig
 
 if TYPE_CHECKING:
     from infinigen_kv.figures.drawing import Canvas

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from infinigen_kv.evals.perplexity import DEFAULT_WINDOW
+from infinigen_kv.evals.windows import DEFAULT_WINDOW
 from infinigen_kv.figures.accuracy.trial import Trial
 
 # Seconds of a 135M model on one core; only their relations matter.

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from infinigen_kv.evals.speculation import MEASURES, VARIANTS, Speculation
+from infinigen_kv.evals.agreement import MEASURES, VARIANTS
+from infinigen_kv.evals.speculation import Speculation
 from infinigen_kv.figures.accuracy.definition import (
     AccuracyFigure,
     AccuracySetting,

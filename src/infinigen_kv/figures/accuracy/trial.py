@@ -9,7 +9,7 @@ from typing import Any
 from infinigen_kv.evals.run import Point
 from infinigen_kv.evals.task import TaskOptions
 from infinigen_kv.policies.settings import BUDGET
-from infinigen_kv.storage import StorageConfig
+from infinigen_kv.storage_config import StorageConfig
 
 Points = Mapping[str, Point]
 """What an evaluation gave, by policy."""

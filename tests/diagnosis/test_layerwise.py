@@ -8,7 +8,7 @@ from torch import Tensor
 
 from calibrating import calibrate_tiny, reference, selecting, tokens
 from infinigen_kv import StorageConfig, attach
-from infinigen_kv.diagnosis.harm import HarmMeter, selecting_only
+from infinigen_kv.diagnosis.layerwise import LayerwiseKL, selecting_only
 from infinigen_kv.generate import forward, prefill
 from infinigen_kv.policies import FullPolicy
 from tiny import TINY
@@ -31,7 +31,7 @@ def test_a_layer_alone_selects_as_if_the_others_were_resident(family: str) -> No
     full = reference(model, IDS, prompt=PROMPT)[0, PROMPT:]
     with attach(model, calibration, config) as session:
         apart = [spec.index for spec in session.adapter.layers if not spec.is_sliding]
-        meter = HarmMeter(session, IDS[0, :PROMPT], IDS[0, PROMPT:])
+        meter = LayerwiseKL(session, IDS[0, :PROMPT], IDS[0, PROMPT:])
         selecting_layers = tuple(layer for layer in apart if layer > 0)
         cases = [*((layer,) for layer in selecting_layers), selecting_layers, ()]
         found = {case: meter.kl(case) for case in cases}

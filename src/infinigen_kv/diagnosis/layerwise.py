@@ -1,4 +1,4 @@
-"""What a layer's selection alone does to the next-token distribution."""
+"""What selection in some layers only does to the next-token distribution."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from infinigen_kv.policies import FullPolicy
 from infinigen_kv.session import Session
 
 
-class HarmMeter:
+class LayerwiseKL:
     """One text, decoded again and again from the same prompt, with selection in some layers only.
 
     Parameters
