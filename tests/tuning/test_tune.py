@@ -181,7 +181,7 @@ def _kl(model, calibration, alpha) -> float:  # type: ignore[no-untyped-def]
         count=2,
         device=torch.device("cpu"),
     )
-    return Trials(model, calibration, windows, SMALL.storage).measure(SMALL.config(alpha)).kl
+    return Trials(model, calibration, windows).measure(SMALL.config(alpha), SMALL.storage).kl
 
 
 def _shares(model, calibration, config) -> dict[int, float]:  # type: ignore[no-untyped-def]

@@ -15,6 +15,7 @@ from infinigen_kv.cli.loading import (
     load,
     read_calibration,
     selected_config,
+    selected_storage,
 )
 from infinigen_kv.cli.memory_options import DeviceMemoryOption, parse_memory
 from infinigen_kv.cli.options import (
@@ -132,6 +133,7 @@ def bench(
     )
     made = calibrated(loaded, given)
     config = selected_config(selection, made)
+    where = selected_storage(where, config, made, loaded)
     starts = range(0, batch * APART, APART)
     prompt = torch.tensor([ids[start : start + prompt_tokens] for start in starts])
     prompt = prompt.to(loaded.model.device)

@@ -21,7 +21,14 @@ from infinigen_kv.cli.eval_tasks import (
     parse_names,
     task_options,
 )
-from infinigen_kv.cli.loading import calibrated, check_fit, load, read_calibration, selected_config
+from infinigen_kv.cli.loading import (
+    calibrated,
+    check_fit,
+    load,
+    read_calibration,
+    selected_config,
+    selected_storage,
+)
 from infinigen_kv.cli.options import JsonOption, ModelOptions, SelectionOptions
 from infinigen_kv.cli.output import print_json
 from infinigen_kv.cli.storage_options import StorageOptions, storage_record
@@ -221,6 +228,7 @@ def evaluate(
         check_suits(task, policy_names)
     made = calibrated(loaded, given)
     config = selected_config(selection, made)
+    places = [selected_storage(each, config, made, loaded) for each in places]
     subjects = [Subject(loaded.model, made, config, each, share) for each in places]
     points = [
         point

@@ -32,7 +32,7 @@ DRAWS = 4  # of the next tokens, each with a backward pass
 
 
 class HarmMeter:
-    """Adds up harms over windows of text.
+    """Measures harms on windows of text.
 
     Parameters
     ----------
@@ -44,6 +44,8 @@ class HarmMeter:
         Those that select.
     alphas
         To be measured.
+    seed
+        Of the tokens that are drawn, in every window.
     """
 
     def __init__(
@@ -66,17 +68,15 @@ class HarmMeter:
             index: QueryPredictor(adapter, index, calibration.layers[index])
             for index in self._layers
         }
-        self._random = torch.Generator().manual_seed(seed)
-        self._sums = torch.zeros(len(self._layers), len(self._alphas), dtype=torch.float64)
-        self._tokens = 0
+        self._seed = seed
 
-    @property
-    def harm(self) -> Tensor:
-        """``(layers, alphas)`` float64: nats per token."""
-        return self._sums / max(1, self._tokens)
-
-    def read(self, prompt: Tensor, decoded: Tensor) -> None:
+    def read(self, prompt: Tensor, decoded: Tensor) -> Tensor:
         """One window: ``prompt`` ``(P,)`` is attended to in full, ``decoded`` ``(T,)`` selects.
+
+        Returns
+        -------
+        Tensor
+            ``(layers, alphas)`` float64: nats per token.
 
         Raises
         ------
@@ -100,17 +100,18 @@ class HarmMeter:
                 "the model's logits contain NaN or infinity, so nothing can be tuned; check the "
                 "model's weights and dtype (float16 may overflow where bfloat16 does not)"
             )
-        self._sums += self._of(scores, pass_).cpu()
-        self._tokens += decoded.numel()
+        return self._of(scores, pass_) / decoded.numel()
 
     def _of(self, scores: Tensor, pass_: _Pass) -> Tensor:
         """Harms of one window, summed over its tokens."""
+        # a window's own, so that its harms do not depend on which others were read before
+        random = torch.Generator().manual_seed(self._seed)
         found = torch.zeros(len(self._layers), len(self._alphas), dtype=torch.float64)
         changes = [pass_.changes[index] for index in self._layers]
         offsets = [pass_.offsets[index] for index in self._layers]
         chances = scores.detach().exp().cpu()
         for draw in range(DRAWS):
-            drawn = torch.multinomial(chances, 1, generator=self._random).to(scores.device)
+            drawn = torch.multinomial(chances, 1, generator=random).to(scores.device)
             gained = scores.gather(1, drawn).sum()
             slopes = torch.autograd.grad(gained, offsets, retain_graph=draw + 1 < DRAWS)
             for row, (slope, change) in enumerate(zip(slopes, changes, strict=True)):
