@@ -116,7 +116,8 @@ class Calibration:
         kept = set() if self.tuned is None else set(self.tuned.resident_layers or ())
         if not kept <= full:
             raise CalibrationError(
-                f"the calibration's tuned settings keep layers {sorted(kept)} whole, and those with full attention are {sorted(full)}: tune this model again"
+                f"the calibration's tuned settings keep layers {sorted(kept)} whole, and those "
+                f"with full attention are {sorted(full)}: tune this model again"
             )
 
     def save(self, folder: str | Path) -> Path:

@@ -169,15 +169,17 @@ def probe(search: Search, options: TuneOptions) -> float:
 
 
 def bytes_at(kl: float, trials: Sequence[Trial]) -> float:
-    """Link bytes of two trials' settings at a KL; NaN where that is far from both."""
+    """Link bytes of two trials' settings at a KL.
+
+    Where that is far from both, those of a trial below it, which are more; NaN without any.
+    """
     first, last = trials
     span = math.log(max(last.kl, 1e-12) / max(first.kl, 1e-12))
     away = math.log(max(kl, 1e-12) / max(first.kl, 1e-12))
-    if abs(span) < SAME:
-        return last.link_bytes if abs(away) < 2 * SAME else math.nan
-    part = away / span
+    part = away / span if abs(span) >= SAME else math.inf
     if not -0.5 <= part <= 1.5:
-        return math.nan
+        below = [each.link_bytes for each in trials if each.kl <= kl * (1 + SAME)]
+        return min(below, default=math.nan)
     bottom = max(first.link_bytes, 1e-12)
     return bottom * float((max(last.link_bytes, 1e-12) / bottom) ** part)
 
