@@ -12,6 +12,8 @@ import torch
 
 from calibrating import RandomTokenizer, calibrate_tiny
 from infinigen_kv.calibration.tuned import Tuned
+from infinigen_kv.errors import InputError
+from infinigen_kv.figures.store import PointStore
 from infinigen_kv.tuning import tune
 from infinigen_kv.tuning.harm import HarmMeter
 from infinigen_kv.tuning.measurements import (
@@ -170,3 +172,25 @@ def test_only_the_user_may_read_them(tmp_path: Path) -> None:
     folder = tmp_path / "some" / "where"
     Measurements(folder, {})
     assert folder.stat().st_mode & 0o077 == 0
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(InputError, match="cannot be written to"):
+        Measurements(tmp_path / "file", {})
+
+
+def test_a_full_disk_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(PointStore, "put", full)
+    kept = Measurements(tmp_path, {})
+    found = [
+        kept.of(Measurement("trial", {"at": at}), lambda: {"kl": 0.5}, lambda held: held["kl"])
+        for at in range(3)
+    ]
+    assert found == [0.5] * 3
+    assert len(caplog.messages) == 1 and "No space left" in caplog.messages[0]

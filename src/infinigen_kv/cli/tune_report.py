@@ -30,7 +30,8 @@ def print_tuned(tuned: Tuned, model: str) -> None:
             "--target-kl; `infinigen-kv diagnose` says which layers are to blame."
         )
     share = found["resident"]
-    if share and tuned.max_fetch > share:
+    tried = any(each["max_fetch"] == each["resident"] for each in found["alternatives"])
+    if share and tuned.max_fetch > share and not tried:
         typer.echo(
             f"A step may want {percent(tuned.max_fetch)} of the cache and the resident set holds "
             f"{percent(share)}: steps that want more than it holds move all that they want."

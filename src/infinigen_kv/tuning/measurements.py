@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib.metadata import version
@@ -58,6 +59,11 @@ class Measurements:
         What they depend on beyond their settings; see `dependencies`.
     again
         Measure what an earlier run left there anew.
+
+    Raises
+    ------
+    InputError
+        The folder cannot be written to.
     """
 
     def __init__(
@@ -71,7 +77,8 @@ class Measurements:
         self._again = again
         self._store: PointStore | None = None
         if folder is not None:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with suppress(OSError):  # which the store reports
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._store = PointStore(folder, logger.warning)
 
     def of(
@@ -97,9 +104,17 @@ class Measurements:
                 return found
         values = plain(measure())
         self._known[name] = values
-        if self._store is not None:
-            self._store.put(measurement, self._about, {"values": values, "sha256": _sum(values)})
+        self._keep(measurement, values)
         return read(values)
+
+    def _keep(self, measurement: Measurement, values: dict[str, Any]) -> None:
+        if self._store is None:
+            return
+        try:
+            self._store.put(measurement, self._about, {"values": values, "sha256": _sum(values)})
+        except OSError as error:  # e.g. a full disk: no reason to lose what was measured
+            logger.warning("measurements are not kept from now on: %s", error)
+            self._store = None
 
     def _held(self, measurement: Measurement) -> dict[str, Any] | None:
         if self._store is None or self._again:
