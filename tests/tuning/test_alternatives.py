@@ -43,7 +43,7 @@ def search(windows: list[Window]) -> Search:
 
 
 def test_all_that_is_tried_fits_the_same_memory(search: Search) -> None:
-    tried = Alternatives(search, no_progress)
+    tried = Alternatives(search, SMALL, no_progress)
     tried.explore()
     found = [each.options for each in tried.tried]
     ratios = {each.config().partial_ratio for each in found}
@@ -76,12 +76,12 @@ def test_what_is_given_stays(
     options = replace(SMALL, **given)  # type: ignore[arg-type]
     fixed = Search(search.trials, options)
     fixed.attempts, fixed.singles, fixed._curves = search.attempts, search.singles, search.curves
-    tried = Alternatives(fixed, no_progress)
+    tried = Alternatives(fixed, options, no_progress)
     tried.explore()
     found = [each.options for each in tried.tried]
     varied = set()
     varied |= {"ratio"} if any(e.config().partial_ratio != 0.375 for e in found) else set()
-    varied |= {"fetch"} if any(e.config().max_fetch != 0.3 for e in found) else set()
+    varied |= {"fetch"} if any(e.max_fetch != options.max_fetch for e in found) else set()
     varied |= (
         {"layers"} if any(e.resident_layers != options.resident_layers for e in found) else set()
     )
@@ -92,7 +92,7 @@ def test_settings_that_save_nothing_are_not_taken(
     search: Search, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(alternatives, "probe", lambda *_: 0.049)
-    tried = Alternatives(search, no_progress)
+    tried = Alternatives(search, SMALL, no_progress)
     tried.explore()
     assert tried.search is search and not any(each.adopted for each in tried.tried)
 
@@ -103,7 +103,7 @@ def test_a_promise_that_a_search_does_not_confirm_is_not_taken(
     # all the memory goes into partial keys, so that much more has to move
     monkeypatch.setattr(alternatives, "probe", lambda _, options: options.config().partial_ratio)
     monkeypatch.setattr(alternatives, "MARGIN", 0.45)
-    tried = Alternatives(search, no_progress)
+    tried = Alternatives(search, SMALL, no_progress)
     tried.explore()
     assert tried.search is search and not any(each.adopted for each in tried.tried)
 

@@ -45,7 +45,7 @@ class TuningOptions:
             "--max-fetch",
             metavar="F",
             help="Largest share of the cache to attend to, in (0, 1]. [default: 0.3, or the "
-            "resident set's share where that moves less]",
+            "resident set's share if that is less and reaches the target]",
             show_default=False,
         ),
     ] = None

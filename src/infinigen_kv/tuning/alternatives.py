@@ -8,12 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 
 from infinigen_kv.progress import Progress
 from infinigen_kv.tuning.allocate import Curves, allocate
 from infinigen_kv.tuning.device_share import DeviceShare
-from infinigen_kv.tuning.options import TuneOptions
+from infinigen_kv.tuning.options import MAX_FETCH, TuneOptions
 from infinigen_kv.tuning.search import ALPHAS, Search
 from infinigen_kv.tuning.trial import Trial
 
@@ -21,7 +20,6 @@ RATIOS = (0.25, 0.375, 0.5)
 MOST_LAYERS = 3  # that are tried as whole ones beside those that are anyway
 MARGIN = 0.05  # of link bytes that other settings must save
 EVERY = 2  # windows; the others are left out of probes
-CPU = torch.device("cpu")
 SAME = 0.02  # difference of two KLs, as logarithms, that no line is drawn through
 
 
@@ -44,7 +42,7 @@ class Alternative:
         return {
             "partial_ratio": config.partial_ratio,
             "max_fetch": config.max_fetch,
-            "resident": resident_share(self.options),
+            "resident": self.options.resident_share,
             "resident_layers": None
             if storage.resident_layers == "auto"
             else list(storage.resident_layers),
@@ -60,19 +58,21 @@ class Alternatives:
     ----------
     search
         Of the settings as they are given. Afterwards the one whose settings are best.
+    given
+        What the user wants, which stays.
     progress
         Wraps the lists of what is to be done.
     """
 
-    def __init__(self, search: Search, progress: Progress) -> None:
+    def __init__(self, search: Search, given: TuneOptions, progress: Progress) -> None:
         self.search = search
         self.tried: list[Alternative] = []
-        self._given = search.options
+        self._given = given
         self._progress = progress
 
     def explore(self) -> None:
         """Partial ratio and ``max_fetch`` together, then layers to keep whole."""
-        share = resident_share(self._given)
+        share = self._given.resident_share
         if share is None or self._given.alpha_only:
             return
         self._try(self._ratios(share), "trying partial ratios")
@@ -89,30 +89,37 @@ class Alternatives:
             shares[config.partial_ratio] = resident
         found = []
         for ratio, share in sorted(shares.items()):
-            other = replace(options, partial_ratio=ratio, resident=share)
-            # a selection that the resident set cannot hold is moved as a whole
-            if given.max_fetch is None and 0 < share < config.max_fetch:
-                found.append(replace(other, max_fetch=share))
-            if ratio != config.partial_ratio:
-                found.append(other)
+            own = ratio == config.partial_ratio
+            other = options if own else replace(options, partial_ratio=ratio, resident=share)
+            for fetch in self._fetches(own=own):
+                each = replace(other, max_fetch=fetch)
+                if not own or each.config() != config:
+                    found.append(each)
         return found
+
+    def _fetches(self, *, own: bool) -> tuple[float | None, ...]:
+        """Values of ``max_fetch`` to try with a partial ratio, None for what the set holds."""
+        if self._given.max_fetch is not None:
+            return (self._given.max_fetch,)
+        # a larger selection than the set holds hardly ever pays, so it is tried once
+        now = self.search.options.max_fetch
+        return (None, MAX_FETCH) if own or now is not None else (None,)
 
     def _layers(self) -> list[TuneOptions]:
         given, options = self._given, self.search.options
         if given.resident is not None or given.resident_layers is not None:
             return []
-        share = resident_share(options)
+        share = options.resident_share
         assert share is not None
-        ratio, fetch = options.config().partial_ratio, options.max_fetch
+        ratio = options.config().partial_ratio
         device = DeviceShare.of(self.search.trials, options)
         size = device.size(ratio, share)
         found = []
-        for layer_count, layers in enumerate(_relieving(self.search), 1):
-            left = device.resident(size, ratio, layer_count)
+        for more, layers in enumerate(_relieving(self.search), 1):
+            left = device.resident(size, ratio, more)
             if left is not None:
                 kept = tuple(sorted({*device.whole, *layers}))
-                fits = left if fetch == share else fetch
-                found.append(replace(options, resident=left, resident_layers=kept, max_fetch=fits))
+                found.append(replace(options, resident=left, resident_layers=kept))
         return found
 
     def _try(self, candidates: Sequence[TuneOptions], name: str) -> None:
@@ -142,12 +149,6 @@ class Alternatives:
             self.search = found
             return True
         return False
-
-
-def resident_share(options: TuneOptions) -> float | None:
-    """Share of the context in the resident set; None where it is given in bytes."""
-    budget = options.storage.resident_budget_on(CPU)  # its link moves entries on any device
-    return budget if isinstance(budget, float) else None
 
 
 def probe(search: Search, options: TuneOptions) -> float:

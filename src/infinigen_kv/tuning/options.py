@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+
 from infinigen_kv.config import InfiniGenConfig, is_finite
 from infinigen_kv.errors import InputError
 from infinigen_kv.storage import StorageConfig
@@ -14,6 +16,7 @@ PROMPT_TOKENS = 2048
 DECODE_TOKENS = 144
 WINDOWS = 4
 MAX_FETCH = 0.3
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +31,9 @@ class TuneOptions:
     target_kl
         KL(full || selected) of the next token, in nats, that the settings must stay within.
     max_fetch
-        Largest share of the cached tokens that a step may attend to, in (0, 1].
+        Largest share of the cached tokens that a step may attend to, in (0, 1]. None for 0.3, or
+        the resident set's share if that is less: a step that wants more than the set holds moves
+        all that it wants.
     partial_ratio
         As in `InfiniGenConfig`.
     resident, resident_layers
@@ -72,11 +77,18 @@ class TuneOptions:
 
     def config(self, alpha: float | tuple[float, ...] | None = None) -> InfiniGenConfig:
         """Settings of the selection with this alpha."""
-        fetch = MAX_FETCH if self.max_fetch is None else self.max_fetch
+        fitting = min(MAX_FETCH, self.resident_share or MAX_FETCH)
+        fetch = fitting if self.max_fetch is None else self.max_fetch
         given: dict[str, Any] = {"max_fetch": fetch, "min_context": 1}
         given |= {} if alpha is None else {"alpha": alpha}
         given |= {} if self.partial_ratio is None else {"partial_ratio": self.partial_ratio}
         return InfiniGenConfig(**given)
+
+    @property
+    def resident_share(self) -> float | None:
+        """Share of the context in the resident set; None where it is given in bytes."""
+        budget = self.storage.resident_budget_on(CPU)  # the link moves entries on any device
+        return budget if isinstance(budget, float) else None
 
     @property
     def storage(self) -> StorageConfig:

@@ -6,7 +6,7 @@ from typing import Any
 
 from infinigen_kv.calibration import Calibration
 from infinigen_kv.diagnosis import Evidence, LayerEvidence
-from infinigen_kv.tuning.alternatives import Alternative, resident_share
+from infinigen_kv.tuning.alternatives import Alternative
 from infinigen_kv.tuning.search import Search
 from infinigen_kv.tuning.trial import Trial
 
@@ -42,7 +42,7 @@ def report(
         "bytes_saved": 1 - best.link_bytes / max(single["link_bytes"], 1e-12),
         "layers": found.layers,
         "least_kl": min(each.kl for each in [*given.singles, *found.singles]),
-        "resident": resident_share(found.options),
+        "resident": found.options.resident_share,
         "alternatives": [each.to_dict() for each in tried],
         "alpha_only": {
             "kl": checked[given].kl,

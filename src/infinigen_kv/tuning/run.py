@@ -18,7 +18,7 @@ from infinigen_kv.tuning.alternatives import Alternatives
 from infinigen_kv.tuning.measurements import Measurements
 from infinigen_kv.tuning.options import TuneOptions
 from infinigen_kv.tuning.report import report
-from infinigen_kv.tuning.search import Search
+from infinigen_kv.tuning.search import Search, reachable
 from infinigen_kv.tuning.trial import Trials
 from infinigen_kv.tuning.windows import Window, split_windows
 
@@ -70,10 +70,11 @@ def tune(
     plain = replace(calibration, tuned=None)
     plain.check_model(adapter_for(model))
     windows, held_back = _windows(model, tokenizer, wanted, texts)
-    given = Search(Trials(model, plain, windows, kept), wanted)
+    trials = Trials(model, plain, windows, kept)
+    given = Search(trials, reachable(trials, wanted))
     for task in progress(given.tasks, "tuning alpha"):
         task()
-    others = Alternatives(given, progress)
+    others = Alternatives(given, wanted, progress)
     others.explore()
     found = others.search
     checks = Trials(model, plain, held_back, kept)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from infinigen_kv.errors import InputError
 from infinigen_kv.session import attach
 from infinigen_kv.tuning.allocate import Array, Curves, allocate
 from infinigen_kv.tuning.harm import HarmMeter
-from infinigen_kv.tuning.options import TuneOptions
+from infinigen_kv.tuning.options import MAX_FETCH, TuneOptions
 from infinigen_kv.tuning.trial import Trial, Trials
 
 ALPHAS = (1.0, 2.5, 4.0, 5.0, 6.0, 7.0, 8.5, 11.0)
@@ -183,6 +183,15 @@ class Search:
             rest = max(chosen.values())
             return tuple(chosen.get(spec.index, rest) for spec in self._adapter.layers)
         return tuple(chosen.get(layer, alpha) for layer, alpha in enumerate(self._others))
+
+
+def reachable(trials: Trials, options: TuneOptions) -> TuneOptions:
+    """The same, with `MAX_FETCH` where what the resident set holds is too little for the target."""
+    if options.max_fetch is not None or options.config().max_fetch == MAX_FETCH:
+        return options
+    _selecting(trials, options)
+    least = trials.measure(options.config(ALPHAS[-1]), options.storage).kl
+    return options if least <= options.target_kl else replace(options, max_fetch=MAX_FETCH)
 
 
 def _selecting(trials: Trials, options: TuneOptions) -> list[int]:

@@ -103,7 +103,10 @@ class Trials:
         return Measurement(kind, {"window": self._digests[place], **settings})
 
     def _window(self, place: int, config: InfiniGenConfig, storage: StorageConfig) -> Trial:
-        known = self.measurement("trial", place, config=asdict(config), storage=asdict(storage))
+        # None stands for a number
+        resident = storage.resident_budget_on(self.model.device)
+        where = {**asdict(storage), "resident": resident}
+        known = self.measurement("trial", place, config=asdict(config), storage=where)
         return self.kept.of(
             known, lambda: asdict(self._decode(place, config, storage)), Trial.from_dict
         )
