@@ -18,6 +18,7 @@ from infinigen_kv.tuning.trial import Trial
 
 RATIOS = (0.25, 0.375, 0.5)
 MOST_LAYERS = 3  # that are tried as whole ones beside those that are anyway
+TIGHT = 0.7  # of the resident set, so that it also holds what earlier steps wanted
 MARGIN = 0.05  # of link bytes that other settings must save
 EVERY = 2  # windows; the others are left out of probes
 SAME = 0.02  # difference of two KLs, as logarithms, that no line is drawn through
@@ -91,19 +92,20 @@ class Alternatives:
         for ratio, share in sorted(shares.items()):
             own = ratio == config.partial_ratio
             other = options if own else replace(options, partial_ratio=ratio, resident=share)
-            for fetch in self._fetches(own=own):
+            for fetch in self._fetches(share, own=own):
                 each = replace(other, max_fetch=fetch)
                 if not own or each.config() != config:
                     found.append(each)
         return found
 
-    def _fetches(self, *, own: bool) -> tuple[float | None, ...]:
+    def _fetches(self, share: float, *, own: bool) -> tuple[float | None, ...]:
         """Values of ``max_fetch`` to try with a partial ratio, None for what the set holds."""
         if self._given.max_fetch is not None:
             return (self._given.max_fetch,)
-        # a larger selection than the set holds hardly ever pays, so it is tried once
-        now = self.search.options.max_fetch
-        return (None, MAX_FETCH) if own or now is not None else (None,)
+        if own and share:
+            return (None, MAX_FETCH, round(TIGHT * share, 4))
+        # the target may be out of reach with less
+        return (None,) if self.search.options.max_fetch is None else (None, MAX_FETCH)
 
     def _layers(self) -> list[TuneOptions]:
         given, options = self._given, self.search.options
@@ -119,7 +121,10 @@ class Alternatives:
             left = device.resident(size, ratio, more)
             if left is not None:
                 kept = tuple(sorted({*device.whole, *layers}))
-                found.append(replace(options, resident=left, resident_layers=kept))
+                fetch = options.max_fetch
+                if given.max_fetch is None and fetch is not None and fetch < share:
+                    fetch = round(TIGHT * left, 4)
+                found.append(replace(options, resident=left, resident_layers=kept, max_fetch=fetch))
         return found
 
     def _try(self, candidates: Sequence[TuneOptions], name: str) -> None:
