@@ -70,7 +70,7 @@ def _print_alternatives(found: dict[str, Any]) -> None:
                 if each["resident_layers"] is None
                 else ", ".join(map(str, each["resident_layers"])) or "none",
                 percent(each["max_fetch"]),
-                "-" if each["bytes_saved"] is None else _fewer(each["bytes_saved"]),
+                "KL out of reach" if each["bytes_saved"] is None else _fewer(each["bytes_saved"]),
                 "taken" if each["adopted"] else "",
             ]
             for each in found["alternatives"]
