@@ -46,6 +46,8 @@ def main() -> None:
     options = TuneOptions(
         max_fetch=made.tuned.max_fetch,
         partial_ratio=made.tuned.partial_ratio,
+        resident=made.tuned.resident,
+        resident_layers=made.tuned.resident_layers,
         prompt_tokens=given.prompt_tokens,
         windows=given.windows,
     )
@@ -57,12 +59,12 @@ def main() -> None:
         count=options.windows,
         device=loaded.model.device,
     )
-    trials = Trials(loaded.model, replace(made, tuned=None), windows, options.storage)
-    tuned = trials.measure(options.config(made.tuned.alpha))
+    trials = Trials(loaded.model, replace(made, tuned=None), windows)
+    tuned = trials.measure(options.config(made.tuned.alpha), options.storage)
     singles: list[tuple[float, Trial]] = []
     for number in range(MOST):
         alpha = given.lowest + number * given.step
-        singles.append((alpha, trials.measure(options.config(alpha))))
+        singles.append((alpha, trials.measure(options.config(alpha), options.storage)))
         if singles[-1][1].kl < tuned.kl:
             break
     moved = _at(tuned.kl, [each for _, each in singles[-2:]])

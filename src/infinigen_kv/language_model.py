@@ -20,7 +20,7 @@ from infinigen_kv.models import LoadedModel, load_model
 from infinigen_kv.paper_link import paper_link_rate
 from infinigen_kv.progress import Progress, no_progress
 from infinigen_kv.recorder import FetchRecorder
-from infinigen_kv.session import Session, attach
+from infinigen_kv.session import Session, attach, default_storage
 from infinigen_kv.storage_config import StorageConfig
 
 
@@ -54,7 +54,7 @@ class LanguageModel:
     config
         Settings of the selection; None as in `attach`.
     storage
-        Where the KV lives and how it moves; None keeps it in memory.
+        Where the KV lives and how it moves; None as in `attach`.
     """
 
     def __init__(
@@ -70,7 +70,9 @@ class LanguageModel:
         if config is None:
             config = InfiniGenConfig() if calibration is None else calibration.config()
         self.config = config
-        self.storage = storage or StorageConfig()
+        if storage is None:
+            storage = default_storage(calibration, config, self.model.device)
+        self.storage = storage
 
     def encode(self, prompt: str, *, chat: bool = False) -> Tensor:
         """Token ids ``(1, T)`` of a prompt; with ``chat`` as a user's turn in its template."""
@@ -203,7 +205,7 @@ def load(
     config
         Settings of the selection; None as in `attach`.
     storage
-        Where the KV lives and how it moves; None keeps it in memory.
+        Where the KV lives and how it moves; None as in `attach`.
     calibration
         None makes one from the default text and keeps it in the user's cache folder.
     dtype, device, trust_remote_code

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
+import torch
 from transformers import PreTrainedModel
 
 from infinigen_kv.adapters import adapter_for
@@ -180,6 +181,18 @@ class Session:
                 undo.callback(holder.storage.close)
 
 
+def default_storage(
+    calibration: Calibration | None,
+    config: InfiniGenConfig,
+    device: torch.device,
+    wanted: StorageConfig | None = None,
+) -> StorageConfig:
+    """``wanted``, with what was tuned for the model; that goes with the calibrated rehearsal."""
+    if calibration is None or config.rehearsal != "calibrated":
+        return wanted or StorageConfig()
+    return calibration.storage(wanted, device)
+
+
 @contextmanager
 def attach(
     model: PreTrainedModel,
@@ -201,7 +214,9 @@ def attach(
         Settings of the selection; None for those that were tuned for the model (`tuning.tune`), or
         the defaults. To change some of the tuned ones: ``calibration.config(max_fetch=0.3)``.
     storage
-        Where the KV lives and how it moves; None keeps it in memory, on the device.
+        Where the KV lives and how it moves; None keeps it in memory, with the resident set and
+        layers that were tuned for the model. To have these with a storage of your own:
+        ``calibration.storage(StorageConfig(home="disk"))``.
     kernels
         Who computes decode steps: ``native`` (compiled, on a CPU), ``torch``, or ``auto`` for the
         native ones where they can be had.
@@ -223,7 +238,9 @@ def attach(
     find_kernels(kernels, model.device, model.dtype)  # what cannot be had is said now
     if config is None:
         config = InfiniGenConfig() if calibration is None else calibration.config()
-    session = Session(model, calibration, config, storage or StorageConfig(), kernels)
+    if storage is None:
+        storage = default_storage(calibration, config, model.device)
+    session = Session(model, calibration, config, storage, kernels)
     if calibration is not None:
         calibration.check_model(session.adapter)
     layers = len(session.adapter.layers)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from command_line import Run, last_json, refusal
 from infinigen_kv.calibration import Calibration
+from infinigen_kv.tuning.harm import HarmMeter
+from infinigen_kv.tuning.trial import Trials
 
 SMALL = ("--prompt-tokens", 48, "--decode-tokens", 12, "--windows", 2, "--target-kl", 0.01)
 
@@ -45,6 +48,63 @@ def test_settings_are_stored_and_used_by_the_other_commands(
     assert last_json(run(*fidelity))["config"]["alpha"] == 4.25
 
 
+def test_what_was_measured_is_kept_for_another_target(
+    run: Run, model_folder: Path, text_file: Path, artefact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tune = ("tune", model_folder, "--calibration", artefact, "--text", text_file, *SMALL)
+    first = last_json(run(*tune, "--alpha-only", "--json"))
+    assert first["measured"]["alternatives"] == []
+    kept = Path(os.environ["INFINIGEN_KV_CACHE"]) / "tuning"
+    assert len(list(kept.glob("*/harm-*.json"))) == 2
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("is measured again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HarmMeter, "read", refuse)
+        patch.setattr(Trials, "_decode", refuse)
+        assert last_json(run(*tune, "--alpha-only", "--json")) == first
+        assert run(*tune, "--alpha-only", "--again").exit_code != 0
+    run("tune", model_folder, "--calibration", artefact, "--forget")
+    assert last_json(run(*tune, "--alpha-only", "--json")) == first
+
+
+def test_other_settings_are_tried_and_said(
+    run: Run, model_folder: Path, text_file: Path, artefact: Path
+) -> None:
+    tune = ("tune", model_folder, "--calibration", artefact, "--text", text_file, *SMALL)
+    result = run(*tune, "--json")
+    tried = last_json(result)["measured"]["alternatives"]
+    assert {each["partial_ratio"] for each in tried} == {0.25, 0.375, 0.5}
+    assert "tried at equal device memory" in result.stdout
+    assert "trying partial ratios" in result.stderr
+    fixed = run(*tune, "--json", "--partial-ratio", 0.25, "--resident", "30%", "--max-fetch", 0.25)
+    assert last_json(fixed)["measured"]["alternatives"] == []
+
+
+def test_the_tuned_resident_set_and_layers_are_used(
+    run: Run, model_folder: Path, text_file: Path, artefact: Path
+) -> None:
+    options = ("--resident", "40%", "--resident-layers", "0,2", "--alpha-only")
+    tune = ("tune", model_folder, "--calibration", artefact, "--text", text_file, *SMALL)
+    assert run(*tune, *options).exit_code == 0
+    context = ("--prompt-tokens", 100, "--decode-tokens", 3, "--text", text_file)
+    bench = ("bench", model_folder, "--calibration", artefact, *context, "--json")
+    used = last_json(run(*bench, "--link", "emulated:1000"))["storage"]
+    assert (used["resident"], used["resident_layers"]) == (0.4, [0, 2])
+    given = ("--resident", "10%", "--resident-layers", "none")
+    used = last_json(run(*bench, "--link", "emulated:1000", *given))["storage"]
+    assert (used["resident"], used["resident_layers"]) == (0.1, [])
+    used = last_json(run(*bench))["storage"]  # nothing moves
+    assert (used["resident"], used["resident_layers"]) == (None, "auto")
+    plan = ("plan", model_folder, "--calibration", artefact, "--context", 200, "--json")
+    used = last_json(run(*plan, "--link", "emulated:1000"))["storage"]
+    assert (used["resident"], used["resident_layers"]) == (0.4, [0, 2])
+    prompt = ("--prompt", "some words " * 9, "--max-new-tokens", 2, "--calibration", artefact)
+    used = last_json(run("generate", model_folder, *prompt, "--link", "emulated:1000", "--json"))
+    assert used["storage"]["resident_layers"] == [0, 2]
+
+
 def test_a_target_out_of_reach_is_said(
     run: Run, model_folder: Path, text_file: Path, artefact: Path
 ) -> None:
@@ -64,6 +124,7 @@ def test_a_target_out_of_reach_is_said(
         (("--max-fetch", 2), "--max-fetch 2.0 is not valid: it must be a number in (0, 1]"),
         (("--partial-ratio", 0), "--partial-ratio 0.0 is not valid"),
         (("--resident", "much"), "--resident 'much' is not valid"),
+        (("--resident-layers", "first"), "--resident-layers 'first' is not valid"),
         (("--resident", "200%"), "--resident 2.0 is not valid: it must be a share in [0, 1]"),
     ],
 )

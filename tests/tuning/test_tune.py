@@ -13,6 +13,7 @@ from infinigen_kv.errors import CalibrationError, InputError
 from infinigen_kv.session import attach
 from infinigen_kv.tuning import tune
 from infinigen_kv.tuning.options import TuneOptions
+from infinigen_kv.tuning.search import ALPHAS, reachable
 from infinigen_kv.tuning.trial import Trials
 from infinigen_kv.tuning.windows import split_windows
 from tiny import TINY
@@ -103,6 +104,37 @@ def test_values_out_of_range(values: dict[str, float], message: str) -> None:
         TuneOptions(**values)
 
 
+@pytest.mark.parametrize(
+    ("resident", "share"), [(None, 0.2), (0.1, 0.1), (0.5, 0.3), (0.0, 0.3), (1_000_000, 0.3)]
+)
+def test_no_step_wants_more_than_the_resident_set_holds(
+    resident: float | int | None, share: float
+) -> None:
+    assert TuneOptions(resident=resident).config().max_fetch == share
+    assert TuneOptions(resident=resident, max_fetch=0.6).config().max_fetch == 0.6
+
+
+def test_unless_the_target_is_out_of_reach() -> None:
+    model = TINY["llama"]().eval()
+    calibration = calibrate_tiny(model)
+    windows, _ = split_windows(
+        RandomTokenizer(),
+        ["x" * 800],
+        prompt_tokens=150,
+        decode_tokens=20,
+        count=1,
+        device=torch.device("cpu"),
+    )
+    trials = Trials(model, calibration, windows)
+    options = TuneOptions(resident=0.25)
+    least = trials.measure(options.config(ALPHAS[-1]), options.storage).kl
+    within, beyond = (replace(options, target_kl=least * factor) for factor in (1.01, 0.99))
+    assert reachable(trials, within) == within
+    assert reachable(trials, beyond) == replace(beyond, max_fetch=0.3)
+    given = replace(beyond, max_fetch=0.25)
+    assert reachable(trials, given) == given
+
+
 def test_too_little_text_is_said_before_anything_is_measured() -> None:
     model = TINY["llama"]().eval()
     with pytest.raises(InputError, match=r"has 100 tokens: it must have at least 120"):
@@ -181,7 +213,7 @@ def _kl(model, calibration, alpha) -> float:  # type: ignore[no-untyped-def]
         count=2,
         device=torch.device("cpu"),
     )
-    return Trials(model, calibration, windows, SMALL.storage).measure(SMALL.config(alpha)).kl
+    return Trials(model, calibration, windows).measure(SMALL.config(alpha), SMALL.storage).kl
 
 
 def _shares(model, calibration, config) -> dict[int, float]:  # type: ignore[no-untyped-def]

@@ -11,10 +11,11 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
-from torch import Tensor, device
+from torch import Tensor
 
 from infinigen_kv.adapters.base import Adapter
 from infinigen_kv.calibration.cost import Stages
@@ -23,7 +24,9 @@ from infinigen_kv.calibration.replacing import aside_of, current, replace_folder
 from infinigen_kv.calibration.tuned import Tuned
 from infinigen_kv.config import InfiniGenConfig
 from infinigen_kv.errors import CalibrationError
+from infinigen_kv.storage_config import StorageConfig
 
+CPU = torch.device("cpu")
 FORMAT = 1
 TENSORS = "calibration.safetensors"
 HEADER = "calibration.json"
@@ -79,6 +82,17 @@ class Calibration:
         own = self.tuned.settings if self.tuned is not None and calibrated else {}
         return InfiniGenConfig.from_dict({**own, **given})
 
+    def storage(
+        self, wanted: StorageConfig | None = None, device: torch.device = CPU
+    ) -> StorageConfig:
+        """Where this model's KV lives: as wanted, the tuned settings where that says nothing.
+
+        They are for entries that have to move to the ``device``: ``wanted`` stays as it is where it
+        has no link and no disk, and the device is a CPU.
+        """
+        given = wanted or StorageConfig()
+        return given if self.tuned is None else self.tuned.storage(given, device)
+
     def check_model(self, adapter: Adapter) -> None:
         """Raise `CalibrationError` unless this calibration was made for the adapter's model."""
         theirs = model_fingerprint(adapter)
@@ -99,6 +113,13 @@ class Calibration:
                 f"the calibration's tuned settings are for {len(self.tuned.alpha)} layers, and the "
                 f"model has {len(adapter.layers)}: tune this model again"
             )
+        full = {spec.index for spec in adapter.layers if not spec.is_sliding}
+        kept = set() if self.tuned is None else set(self.tuned.resident_layers or ())
+        if not kept <= full:
+            raise CalibrationError(
+                f"the calibration's tuned settings keep layers {sorted(kept)} whole, and those "
+                f"with full attention are {sorted(full)}: tune this model again"
+            )
 
     def save(self, folder: str | Path) -> Path:
         """Write the artefact into ``folder``, replacing one there; nothing half-written remains.
@@ -118,7 +139,7 @@ class Calibration:
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
             staged = Path(scratch) / "new"
             staged.mkdir(mode=0o700)
-            with Stages(device("cpu")) as stages, stages.stage("saving"):
+            with Stages(CPU) as stages, stages.stage("saving"):
                 payload = save_tensors(self._tensors())
                 (staged / TENSORS).write_bytes(payload)
                 header["tensors_sha256"] = sha256(payload).hexdigest()
@@ -171,7 +192,8 @@ class Calibration:
 def calibration_digest(calibration: Calibration) -> str:
     """Short name of what results depend on: how it was made, and what was tuned."""
     tuned = calibration.tuned
-    return digest([dict(calibration.settings), None if tuned is None else tuned.settings])
+    own = None if tuned is None else {**tuned.settings, **tuned.storage_settings}
+    return digest([dict(calibration.settings), own])
 
 
 def check_target(folder: Path) -> None:

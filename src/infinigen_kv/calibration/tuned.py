@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
+
+import torch
 
 from infinigen_kv.config import InfiniGenConfig, is_finite
 from infinigen_kv.errors import CalibrationError, InputError
+from infinigen_kv.storage_config import StorageConfig
+
+NEWER = ("resident", "resident_layers")  # fields that older artefacts lack
+DAMAGED = "the calibration's tuned settings are damaged"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +32,8 @@ class Tuned:
         KL(full || selected) of the next token that was asked for, in nats.
     measured
         What was found on the way, for people: plain values.
+    resident, resident_layers
+        Of `StorageConfig`, where the model's entries have to move; None for its own defaults.
     """
 
     alpha: tuple[float, ...]
@@ -33,6 +41,8 @@ class Tuned:
     partial_ratio: float
     target_kl: float
     measured: Mapping[str, Any] = field(default_factory=dict)
+    resident: float | int | None = None
+    resident_layers: tuple[int, ...] | None = None
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -43,9 +53,45 @@ class Tuned:
             "partial_ratio": self.partial_ratio,
         }
 
+    @property
+    def storage_settings(self) -> dict[str, Any]:
+        """Fields of `StorageConfig`, those that differ from its defaults."""
+        own = {"resident": self.resident, "resident_layers": self.resident_layers}
+        return {name: value for name, value in own.items() if value is not None}
+
+    def storage(self, wanted: StorageConfig, device: torch.device) -> StorageConfig:
+        """``wanted`` with these settings where it says nothing; as it is where nothing moves."""
+        moves = replace(wanted, resident=None).resident_budget_on(device) > 0
+        if wanted.is_local_on(device) or not moves:
+            return wanted
+        defaults = {"resident": None, "resident_layers": "auto"}
+        return replace(
+            wanted,
+            **{
+                name: value
+                for name, value in self.storage_settings.items()
+                if getattr(wanted, name) == defaults[name]
+            },
+        )
+
+    def first(self, layers: int) -> Tuned:
+        """For a model of the first ``layers`` layers alone."""
+        kept = self.resident_layers
+        return replace(
+            self,
+            alpha=self.alpha[:layers],
+            resident_layers=None if kept is None else tuple(i for i in kept if i < layers),
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        return {**asdict(self), "alpha": list(self.alpha), "measured": dict(self.measured)}
+        kept = self.resident_layers
+        return {
+            **asdict(self),
+            "alpha": list(self.alpha),
+            "measured": dict(self.measured),
+            "resident_layers": None if kept is None else list(kept),
+        }
 
     @classmethod
     def from_dict(cls, values: object) -> Tuned:
@@ -57,24 +103,37 @@ class Tuned:
             The values are not what `to_dict` gives.
         """
         names = {each.name for each in fields(cls)}
-        if not isinstance(values, dict) or set(values) != names:
-            raise CalibrationError("the calibration's tuned settings are damaged: tune again")
+        held = {**dict.fromkeys(NEWER), **values} if isinstance(values, dict) else {}
+        if set(held) != names:
+            raise CalibrationError(f"{DAMAGED}: tune again")
         try:
             checked = InfiniGenConfig(
-                **{name: values[name] for name in ("alpha", "max_fetch", "partial_ratio")}
+                **{name: held[name] for name in ("alpha", "max_fetch", "partial_ratio")}
+            )
+            layers = held["resident_layers"]
+            stored = StorageConfig(
+                resident=held["resident"],
+                resident_layers="auto" if layers is None else layers,
             )
         except InputError as error:
-            raise CalibrationError(
-                f"the calibration's tuned settings are damaged ({error}): tune again"
-            ) from error
-        target, measured = values["target_kl"], values["measured"]
+            raise CalibrationError(f"{DAMAGED} ({error}): tune again") from error
+        target, measured = held["target_kl"], held["measured"]
         alpha = checked.alpha
         if (
             not isinstance(alpha, tuple)
             or not isinstance(measured, dict)
-            or values["partial_ratio"] is None
+            or held["partial_ratio"] is None
             or not is_finite(target)
             or target <= 0
         ):
-            raise CalibrationError("the calibration's tuned settings are damaged: tune again")
-        return cls(alpha, checked.max_fetch, checked.partial_ratio, float(target), measured)
+            raise CalibrationError(f"{DAMAGED}: tune again")
+        kept = stored.resident_layers
+        return cls(
+            alpha,
+            checked.max_fetch,
+            checked.partial_ratio,
+            float(target),
+            measured,
+            stored.resident,
+            None if kept == "auto" else tuple(kept),
+        )

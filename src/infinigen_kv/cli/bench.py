@@ -15,6 +15,7 @@ from infinigen_kv.cli.loading import (
     load,
     read_calibration,
     selected_config,
+    selected_storage,
 )
 from infinigen_kv.cli.memory_options import DeviceMemoryOption, parse_memory
 from infinigen_kv.cli.options import (
@@ -163,6 +164,7 @@ def bench(
     )
     made = calibrated(loaded, given)
     config = selected_config(selection, made)
+    where = selected_storage(where, config, made, loaded)
     prompt = torch.tensor(prompts, device=loaded.model.device)
     others = Peers(loaded.model, beside, tokens=timed.prompt_tokens + steps)
     others.read(prompt)

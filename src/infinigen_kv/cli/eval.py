@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING
 from infinigen_kv.cli.eval_options import ContentOptions, EvaluationOptions
 from infinigen_kv.cli.eval_report import distinct, print_averages, print_points
 from infinigen_kv.cli.eval_tasks import FEW_SHOT_TASKS, check_suits, make_tasks, parse_names
-from infinigen_kv.cli.loading import calibrated, check_fit, load, read_calibration, selected_config
+from infinigen_kv.cli.loading import (
+    calibrated,
+    check_fit,
+    load,
+    read_calibration,
+    selected_config,
+    selected_storage,
+)
 from infinigen_kv.cli.options import JsonOption, ModelOptions, SelectionOptions
 from infinigen_kv.cli.output import print_json
 from infinigen_kv.cli.sizes import parse_budget
@@ -53,6 +60,7 @@ def evaluate(
         check_suits(task, policy_names)
     made = calibrated(loaded, given)
     config = selected_config(selection, made)
+    places = [selected_storage(each, config, made, loaded) for each in places]
     subjects = [Subject(loaded.model, made, config, each, share) for each in places]
     points = [
         point

@@ -16,6 +16,7 @@ from infinigen_kv.cli.loading import (
     load,
     read_calibration,
     selected_config,
+    selected_storage,
 )
 from infinigen_kv.cli.memory_options import DeviceMemoryOption, parse_memory
 from infinigen_kv.cli.options import (
@@ -94,7 +95,9 @@ def generate(
         policies=("stream" if full else "infinigen",),
     )
     made = None if full else calibrated(loaded, given)
-    config = config if made is None else selected_config(selection, made)
+    if made is not None:
+        config = selected_config(selection, made)
+        where = selected_storage(where, config, made, loaded)
     generation = LanguageModel(loaded, made, config, where).generate(
         text,
         max_new_tokens=max_new_tokens,

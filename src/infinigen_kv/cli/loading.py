@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from infinigen_kv.calibration import Calibration
     from infinigen_kv.config import InfiniGenConfig
     from infinigen_kv.models import LoadedModel
+    from infinigen_kv.storage_config import StorageConfig
 
 
 def load(options: ModelOptions) -> LoadedModel:
@@ -54,6 +55,15 @@ def selected_config(selection: SelectionOptions, made: Calibration) -> InfiniGen
     if made.tuned is not None and config.alpha == made.tuned.alpha:
         say(f"using the settings tuned for this model (KL {made.tuned.target_kl:g})")
     return config
+
+
+def selected_storage(
+    where: StorageConfig, config: InfiniGenConfig, made: Calibration, loaded: LoadedModel
+) -> StorageConfig:
+    """Where the KV lives as typed; what was tuned for the model for the rest."""
+    from infinigen_kv.session import default_storage
+
+    return default_storage(made, config, loaded.model.device, where)
 
 
 def check_fit(

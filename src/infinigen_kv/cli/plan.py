@@ -75,6 +75,7 @@ def plan(
     host_bytes = parse_memory("--host-memory", host_memory)
     given = read_calibration(selection.calibration)
     config = selection.config(given)
+    device = _device(target.device)
     geometry = _geometry(target, context)
     from infinigen_kv.memory import (
         Part,
@@ -85,6 +86,9 @@ def plan(
         plan_memory,
         shortfalls,
     )
+    from infinigen_kv.session import default_storage
+
+    where = default_storage(given, config, device, where)
 
     request = PlanRequest(
         geometry=geometry,
@@ -94,7 +98,7 @@ def plan(
         prompt_chunk=chunk,
         config=config,
         storage=where,
-        device=_device(target.device),
+        device=device,
         policies=(policy,),
         **calibration_fields(given),
     )

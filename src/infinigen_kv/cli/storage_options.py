@@ -69,7 +69,7 @@ class StorageOptions:
             "--resident",
             metavar="SHARE|SIZE",
             help="Fetched entries kept on the device: a share of the context, e.g. 20%, or bytes, "
-            "e.g. 64MiB. [default: 20% where entries have to move, else 0]",
+            "e.g. 64MiB. [default: where entries have to move what was tuned, or 20%; else 0]",
             show_default=False,
         ),
     ] = None
@@ -78,7 +78,8 @@ class StorageOptions:
         typer.Option(
             "--resident-layers",
             metavar="auto|none|I,J,...",
-            help="Layers kept on the device whole; auto: those that cannot be predicted well.",
+            help="Layers kept on the device whole; auto: those that were tuned, or that cannot be "
+            "predicted well.",
         ),
     ] = "auto"
 
@@ -96,7 +97,7 @@ class StorageOptions:
         for name in ("capacity", "resident"):
             if values[name] is not None:
                 values[name] = parse_size(f"--{name}", values[name], units=name == "resident")
-        values["resident_layers"] = _layers(self.resident_layers)
+        values["resident_layers"] = parse_layers(self.resident_layers)
         try:
             if self.home == "disk":
                 existing(self.home_dir)  # before a model is loaded and calibrated
@@ -119,7 +120,8 @@ def link_note(config: StorageConfig) -> str:
     return f", EMULATED link {config.link}" if config.link.startswith("emulated") else ""
 
 
-def _layers(text: str) -> Any:
+def parse_layers(text: str) -> Any:
+    """What ``--resident-layers`` says, as `StorageConfig` has it."""
     if text == "auto":
         return "auto"
     if text == "none":

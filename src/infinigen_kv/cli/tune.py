@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,14 +13,17 @@ import typer
 from infinigen_kv.cli.files import ensure_folder, read_text
 from infinigen_kv.cli.loading import calibrated, check_fit, load, read_calibration
 from infinigen_kv.cli.options import JsonOption, ModelOptions
-from infinigen_kv.cli.output import percent, print_json, say, table
+from infinigen_kv.cli.output import print_json, say
+from infinigen_kv.cli.storage_options import parse_layers
+from infinigen_kv.cli.tune_report import print_tuned
 from infinigen_kv.errors import InputError
 from infinigen_kv.progress import bar
 
 if TYPE_CHECKING:
     from infinigen_kv.calibration import Calibration
-    from infinigen_kv.calibration.tuned import Tuned
     from infinigen_kv.diagnosis import Verdict
+    from infinigen_kv.models import LoadedModel
+    from infinigen_kv.tuning.measurements import Measurements
     from infinigen_kv.tuning.options import TuneOptions
 
 
@@ -35,18 +40,22 @@ class TuningOptions:
         ),
     ] = 0.02
     max_fetch: Annotated[
-        float,
+        float | None,
         typer.Option(
-            "--max-fetch", metavar="F", help="Largest share of the cache to attend to, in (0, 1]."
+            "--max-fetch",
+            metavar="F",
+            help="Largest share of the cache to attend to, in (0, 1]. [default: 0.3, or the "
+            "resident set's share if that is less and reaches the target]",
+            show_default=False,
         ),
-    ] = 0.3
+    ] = None
     partial_ratio: Annotated[
         float | None,
         typer.Option(
             "--partial-ratio",
             metavar="R",
             help="Share of the head dimension that the prediction uses, in (0, 1]. "
-            "[default: 0.375]",
+            "[default: the best of 0.25, 0.375 and 0.5 in the same device memory]",
             show_default=False,
         ),
     ] = None
@@ -55,10 +64,29 @@ class TuningOptions:
         typer.Option(
             "--resident",
             metavar="SIZE",
-            help="Resident set to tune for, as in `bench`. [default: 20%]",
+            help="Resident set to tune for and to use, as in `bench`; partial ratio and resident "
+            "layers then stay as they are. [default: 20%, less what a larger partial ratio or "
+            "resident layers take]",
             show_default=False,
         ),
     ] = None
+    resident_layers: Annotated[
+        str | None,
+        typer.Option(
+            "--resident-layers",
+            metavar="auto|none|I,J,...",
+            help="Layers to keep on the device whole, as in `bench`. [default: auto, and more "
+            "where that moves less in the same device memory]",
+            show_default=False,
+        ),
+    ] = None
+    alpha_only: Annotated[
+        bool,
+        typer.Option(
+            "--alpha-only",
+            help="Try no other partial ratio, resident layers or largest share: half the time.",
+        ),
+    ] = False
     text: Annotated[
         list[Path] | None,
         typer.Option(
@@ -97,6 +125,8 @@ class TuningOptions:
         values = {name: value for name, value in asdict(self).items() if name != "text"}
         if self.resident is not None:
             values["resident"] = parse_size("--resident", self.resident)
+        if self.resident_layers is not None:
+            values["resident_layers"] = parse_layers(self.resident_layers)
         try:
             made = TuneOptions(**values)
             made.config()
@@ -124,13 +154,22 @@ def tune(
     forget: Annotated[
         bool, typer.Option("--forget", help="Go back to the defaults: drop what was tuned before.")
     ] = False,
+    again: Annotated[
+        bool,
+        typer.Option(
+            "--again",
+            help="Measure anew what an earlier run for this model left in the user's cache.",
+        ),
+    ] = False,
     json: JsonOption = False,
     wanted: TuningOptions,
     target: ModelOptions,
 ) -> None:
     """Choose each layer's alpha for this model: a wanted KL for the fewest bytes over the link.
 
-    The settings are stored beside the calibration, and every command uses them from then on.
+    Also the partial ratio and layers to keep on the device whole, where that pays in the same
+    device memory. The settings are stored beside the calibration, and every command uses them from
+    then on. Measurements are kept: an interrupted run goes on, and one for another KL is short.
     """
     options = wanted.options()
     texts = [read_text(path, option="--text") for path in wanted.text] if wanted.text else None
@@ -152,18 +191,38 @@ def tune(
         return
     from infinigen_kv.diagnosis import judge
     from infinigen_kv.tuning import tune as search
-    from infinigen_kv.tuning.search import evidence
+    from infinigen_kv.tuning.report import evidence
 
-    found = search(loaded.model, loaded.tokenizer, made, options, texts, progress=bar)
+    kept = _kept(loaded, made, again=again)
+    found = search(loaded.model, loaded.tokenizer, made, options, texts, kept=kept, progress=steps)
     assert found.tuned is not None
     found.save(folder)
-    _print(found.tuned, target.model)
+    print_tuned(found.tuned, target.model)
     verdict = judge(evidence(found))
     if verdict.level != "suitable":
         _print_doubts(verdict, target.model)
     typer.echo(f"stored in {folder}; used from now on, `tune --forget` goes back")
     if json:
         print_json({"model": target.model, "artefact": str(folder), **found.tuned.to_dict()})
+
+
+def steps(items: Sequence[Any], description: str) -> Iterable[Any]:
+    """A bar, and a line where stderr is no terminal: tuning takes minutes."""
+    if not sys.stderr.isatty():
+        say(f"{description} ({len(items)} steps) ...")
+    return bar(items, description)
+
+
+def _kept(loaded: LoadedModel, made: Calibration, *, again: bool) -> Measurements:
+    """What earlier runs measured, in the user's cache."""
+    from infinigen_kv.tuning.measurements import Measurements, default_folder, dependencies
+
+    about = dependencies(loaded.model, made)
+    try:
+        return Measurements(default_folder(about), about, again=again)
+    except InputError as error:
+        say(f"measurements are not kept for next time: {error}")
+        return Measurements()
 
 
 def _check_replaceable(folder: Path) -> None:
@@ -179,63 +238,9 @@ def _cached(made: Calibration) -> Path:
     return cached_folder(made.fingerprint, made.settings)
 
 
-def _print(tuned: Tuned, model: str) -> None:
-    found: dict[str, Any] = dict(tuned.measured)
-    single = found["single_alpha"]
-    table(
-        f"{model}: alpha by layer",
-        ["layers", "alpha"],
-        [[layers, f"{alpha:g}"] for layers, alpha in _runs(tuned.alpha, found["layers"])],
-    )
-    table(
-        "what it costs, per decode step",
-        ["text", "KL (nats)", "link MB", "fetched"],
-        [
-            _cost("held back", found["kl"], found["link_bytes"], found["fetched_share"]),
-            _cost("tuned on", found["kl_tuned_on"], found["link_bytes_tuned_on"], None),
-            _cost(
-                f"one alpha of {single['alpha']:.2f} for all layers, tuned on (interpolated)",
-                found["kl_tuned_on"],
-                single["link_bytes"],
-                single["fetched_share"],
-            ),
-        ],
-    )
-    saved = found["bytes_saved"]
-    typer.echo(
-        f"{abs(saved):.0%} {'fewer' if saved >= 0 else 'more'} bytes than one alpha for all "
-        "layers".replace("%", " %")
-    )
-    if not found["reached"]:
-        typer.echo(
-            f"The target of {tuned.target_kl:g} nats is out of reach: the least that was measured "
-            f"is {found['least_kl']:.3g}. Raise --max-fetch or --partial-ratio, or accept a larger "
-            "--target-kl; `infinigen-kv diagnose` says which layers are to blame."
-        )
-
-
 def _print_doubts(verdict: Verdict, model: str) -> None:
     """Why selection does not pay on this model, or hardly."""
     typer.echo(f"This model is {verdict.level}:")
     for reason in verdict.reasons:
         typer.echo(f"  - {reason}")
     typer.echo(f"`infinigen-kv diagnose {model}` measures every layer and says what would help.")
-
-
-def _cost(text: str, kl: float, moved: float, share: float | None) -> list[str]:
-    return [text, f"{kl:.4f}", f"{moved / 1e6:.3f}", "-" if share is None else percent(share)]
-
-
-def _runs(alphas: tuple[float, ...], layers: list[int]) -> list[tuple[str, float]]:
-    """Neighbouring layers of one alpha together."""
-    runs: list[tuple[list[int], float]] = []
-    for layer in layers:
-        alpha = alphas[layer]
-        if runs and runs[-1][1] == alpha and runs[-1][0][-1] == layer - 1:
-            runs[-1][0].append(layer)
-        else:
-            runs.append(([layer], alpha))
-    return [
-        (str(each[0]) if len(each) == 1 else f"{each[0]} to {each[-1]}", alpha)
-        for each, alpha in runs
-    ]

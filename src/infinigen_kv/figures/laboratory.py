@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
@@ -28,7 +28,7 @@ from infinigen_kv.kernels import find_kernels
 from infinigen_kv.memory import PlanRequest, calibration_fields, check_memory, geometry_of
 from infinigen_kv.paper_link import paper_link_rate
 from infinigen_kv.peers import Peers, twin
-from infinigen_kv.session import Session, attach
+from infinigen_kv.session import Session, attach, default_storage
 from infinigen_kv.storage_config import StorageConfig
 
 APART = 500  # tokens between the starts of the rows' texts
@@ -65,7 +65,7 @@ class Subject:
             settings={**self.calibration.settings, "first_layers": layers},
             layers={i: each for i, each in self.calibration.layers.items() if i < layers},
             report={i: each for i, each in self.calibration.report.items() if int(i) < layers},
-            tuned=tuned and replace(tuned, alpha=tuned.alpha[:layers]),
+            tuned=tuned and tuned.first(layers),
         )
         return Subject(model, self.tokenizer, kept, f"{self.name}, first {layers} layers")
 
@@ -224,10 +224,10 @@ class Laboratory:
 
     @staticmethod
     def _attached(subject: Subject, point: Point) -> AbstractContextManager[Session]:
-        storage = StorageConfig(home=point.home, link=point.link, resident=point.resident)
-        return attach(
-            subject.model, subject.calibration, point.config(subject.calibration), storage
-        )
+        made, config = subject.calibration, point.config(subject.calibration)
+        wanted = StorageConfig(home=point.home, link=point.link, resident=point.resident)
+        storage = default_storage(made, config, subject.model.device, wanted)
+        return attach(subject.model, made, config, storage)
 
 
 def _unable(session: Session, policy: str) -> str | None:

@@ -7,14 +7,26 @@ import math
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from infinigen_kv.errors import InputError
-from infinigen_kv.figures.point import Point
 
 FOLDER = "points"
 
 Result = dict[str, Any]
+
+
+class Named(Protocol):
+    """A measurement: what its file starts with, and what that is called.
+
+    ``about`` is what its result depends on beyond itself.
+    """
+
+    def record(self, about: Mapping[str, Any]) -> dict[str, Any]:
+        """The head of its file, as it comes back from JSON."""
+
+    def file_name(self, about: Mapping[str, Any]) -> str:
+        """A name that tells measurements with other settings apart."""
 
 
 class PointStore:
@@ -41,11 +53,11 @@ class PointStore:
         self._say = say
         writable_folder(folder)
 
-    def path(self, point: Point, about: Mapping[str, Any]) -> Path:
+    def path(self, point: Named, about: Mapping[str, Any]) -> Path:
         """Where a point's result is or will be."""
         return self._folder / point.file_name(about)
 
-    def get(self, point: Point, about: Mapping[str, Any]) -> Result | None:
+    def get(self, point: Named, about: Mapping[str, Any]) -> Result | None:
         """A finished point's result; None where there is none of use."""
         path = self.path(point, about)
         try:
@@ -56,7 +68,7 @@ class PointStore:
             self._say(f"{path} {_reason(error)}: measured again")
             return None
 
-    def put(self, point: Point, about: Mapping[str, Any], result: Mapping[str, Any]) -> None:
+    def put(self, point: Named, about: Mapping[str, Any], result: Mapping[str, Any]) -> None:
         """Keep a finished point."""
         held = {**point.record(about), "result": plain(result)}
         write_whole(self.path(point, about), to_json(held))

@@ -22,10 +22,12 @@ from infinigen_kv.calibration import Calibration
 from infinigen_kv.config import InfiniGenConfig
 from infinigen_kv.errors import InfiniGenError
 from infinigen_kv.generate import forward
+from infinigen_kv.masks import mask_of_no_tail
 from infinigen_kv.predict import QueryPredictor
 from infinigen_kv.rehearsal.partial_keys import PartialKeys
 from infinigen_kv.rehearsal.select import choose, selection_mask
 from infinigen_kv.rehearsal.statistics import Moments
+from infinigen_kv.rehearsal.tail import ValueMap, attention_in_blocks
 from infinigen_kv.rerouting import reading_inputs, rerouted
 from infinigen_kv.step import Step
 
@@ -33,7 +35,7 @@ DRAWS = 4  # of the next tokens, each with a backward pass
 
 
 class HarmMeter:
-    """Adds up harms over windows of text.
+    """Measures harms on windows of text.
 
     Parameters
     ----------
@@ -45,6 +47,8 @@ class HarmMeter:
         Those that select.
     alphas
         To be measured.
+    seed
+        Of the tokens that are drawn, in every window.
     """
 
     def __init__(
@@ -67,17 +71,15 @@ class HarmMeter:
             index: QueryPredictor(adapter, index, calibration.layers[index])
             for index in self._layers
         }
-        self._random = torch.Generator().manual_seed(seed)
-        self._sums = torch.zeros(len(self._layers), len(self._alphas), dtype=torch.float64)
-        self._tokens = 0
+        self._seed = seed
 
-    @property
-    def harm(self) -> Tensor:
-        """``(layers, alphas)`` float64: nats per token."""
-        return self._sums / max(1, self._tokens)
-
-    def read(self, prompt: Tensor, decoded: Tensor) -> None:
+    def read(self, prompt: Tensor, decoded: Tensor) -> Tensor:
         """One window: ``prompt`` ``(P,)`` is attended to in full, ``decoded`` ``(T,)`` selects.
+
+        Returns
+        -------
+        Tensor
+            ``(layers, alphas)`` float64: nats per token.
 
         Raises
         ------
@@ -101,17 +103,18 @@ class HarmMeter:
                 "the model's logits contain NaN or infinity, so nothing can be tuned; check the "
                 "model's weights and dtype (float16 may overflow where bfloat16 does not)"
             )
-        self._sums += self._of(scores, pass_).cpu()
-        self._tokens += decoded.numel()
+        return self._of(scores, pass_) / decoded.numel()
 
     def _of(self, scores: Tensor, pass_: _Pass) -> Tensor:
         """Harms of one window, summed over its tokens."""
+        # a window's own, so that its harms do not depend on which others were read before
+        random = torch.Generator().manual_seed(self._seed)
         found = torch.zeros(len(self._layers), len(self._alphas), dtype=torch.float64)
         changes = [pass_.changes[index] for index in self._layers]
         offsets = [pass_.offsets[index] for index in self._layers]
         chances = scores.detach().exp().cpu()
         for draw in range(DRAWS):
-            drawn = torch.multinomial(chances, 1, generator=self._random).to(scores.device)
+            drawn = torch.multinomial(chances, 1, generator=random).to(scores.device)
             gained = scores.gather(1, drawn).sum()
             slopes = torch.autograd.grad(gained, offsets, retain_graph=draw + 1 < DRAWS)
             for row, (slope, change) in enumerate(zip(slopes, changes, strict=True)):
@@ -174,10 +177,13 @@ class _Pass:
         own[..., place, self._step.start + place] = True
         output = _weighted(scores, allowed | own, values)
         with torch.no_grad():
-            chosen = self._selections(spec, keys)
-            self.changes[layer] = torch.cat(
-                [_weighted(scores, each | own, values) - output for each in chosen]
-            ).float()
+            partial = self._partial_keys(spec, keys)
+            chosen = [each | own for each in self._selections(spec, partial)]
+            if self._meter._config.tail:
+                outputs = self._with_tails(query, keys, values, chosen, partial, spec)
+            else:
+                outputs = [_weighted(scores, each, values) for each in chosen]
+            self.changes[layer] = torch.cat([each - output for each in outputs]).float()
         self.offsets[layer] = torch.zeros_like(output, requires_grad=True)
         return output + self.offsets[layer]
 
@@ -186,17 +192,40 @@ class _Pass:
         self._sums[index] = Moments.start(keys)
         self._sums[index].observe(query, keys, position, None)
 
-    def _selections(self, spec: LayerSpec, keys: Tensor) -> Iterator[Tensor]:
+    def _partial_keys(self, spec: LayerSpec, keys: Tensor) -> PartialKeys:
+        rank = self._meter._config.partial_dim(spec.head_dim)
+        return PartialKeys(keys, self._sums.pop(spec.index).projection(rank))
+
+    def _selections(self, spec: LayerSpec, partial: PartialKeys) -> Iterator[Tensor]:
         """``(1, H_kv, Q, S)`` for each alpha."""
         meter, step = self._meter, self._step
         assert step is not None
         query = meter._predict[spec.index](self._inputs[spec.index - 1], step)
-        rank = meter._config.partial_dim(spec.head_dim)
-        partial = PartialKeys(keys, self._sums.pop(spec.index).projection(rank))
         scores = partial.scores(query, spec.scaling, spec.softcap).float()
         for alpha in meter._alphas:
             selection = choose(scores.clone(), step.candidates, alpha)
-            yield selection_mask(selection, keys.shape[2])
+            yield selection_mask(selection, partial.length)
+
+    def _with_tails(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        attended: Sequence[Tensor],
+        partial: PartialKeys,
+        spec: LayerSpec,
+    ) -> list[Tensor]:
+        """Attention ``(1, Q, H, D_v)`` to what is ``attended`` to, and to the rest as estimated."""
+        assert self._step is not None
+        prompt = slice(0, self._step.start)
+        value_map = ValueMap.fit(partial.projection, keys[:, :, prompt], values[:, :, prompt])
+        return [
+            attention_in_blocks(
+                query, keys, values, each, partial, value_map, mask_of_no_tail(each, self._step),
+                scaling=spec.scaling, softcap=spec.softcap,
+            )
+            for each in attended
+        ]  # fmt: skip
 
 
 def _weighted(scores: Tensor, mask: Tensor, values: Tensor) -> Tensor:

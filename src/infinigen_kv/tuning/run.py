@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -13,8 +14,11 @@ from infinigen_kv.calibration.tuned import Tuned
 from infinigen_kv.errors import InputError
 from infinigen_kv.progress import Progress, no_progress
 from infinigen_kv.texts import calibration_texts
+from infinigen_kv.tuning.alternatives import Alternatives
+from infinigen_kv.tuning.measurements import Measurements
 from infinigen_kv.tuning.options import TuneOptions
-from infinigen_kv.tuning.search import Search, report
+from infinigen_kv.tuning.report import report
+from infinigen_kv.tuning.search import Search, reachable
 from infinigen_kv.tuning.trial import Trials
 from infinigen_kv.tuning.windows import Window, split_windows
 
@@ -26,13 +30,15 @@ def tune(
     options: TuneOptions | None = None,
     texts: Sequence[str] | None = None,
     *,
+    kept: Measurements | None = None,
     progress: Progress = no_progress,
 ) -> Calibration:
-    """Find the alpha of every layer so that a wanted KL costs the fewest bytes over the link.
+    """Find settings with which a wanted KL costs the fewest bytes over the link.
 
-    Each layer's part of the KL comes from gradients (`HarmMeter`), what it moves from the engine's
-    own steps at a few single alphas. The alphas that these curves propose are tried, the curves'
-    promise corrected by what comes out, and the last ones checked on text held back.
+    First the alpha of every layer. Its part of the KL comes from gradients (`HarmMeter`), what it
+    moves from the engine's own steps at a few single alphas. The alphas that these curves propose
+    are tried, the curves' promise corrected by what comes out. Then other settings at equal device
+    memory (`Alternatives`). What is best is checked on text held back.
 
     Parameters
     ----------
@@ -42,8 +48,11 @@ def tune(
         Of that model.
     texts
         None for those that models are calibrated on, which evaluations do not use.
+    kept
+        Where measurements are kept, so that an interrupted run goes on and one for another KL
+        reuses them; None to keep none.
     progress
-        Wraps the list of what is to be done.
+        Wraps the lists of what is to be done.
 
     Returns
     -------
@@ -61,19 +70,33 @@ def tune(
     plain = replace(calibration, tuned=None)
     plain.check_model(adapter_for(model))
     windows, held_back = _windows(model, tokenizer, wanted, texts)
-    search = Search(model, plain, wanted, windows)
-    for task in progress(search.tasks, "tuning"):
+    trials = Trials(model, plain, windows, kept)
+    given = Search(trials, reachable(trials, wanted))
+    for task in progress(given.tasks, "tuning alpha"):
         task()
-    alpha = search.best.alpha
-    checked = Trials(model, plain, held_back, wanted.storage).measure(wanted.config(alpha))
-    tuned = Tuned(
-        alpha=alpha,
-        max_fetch=wanted.max_fetch,
-        partial_ratio=wanted.config().partial_ratio,
-        target_kl=float(wanted.target_kl),
-        measured=report(search, checked),
+    others = Alternatives(given, wanted, progress)
+    others.explore()
+    found = others.search
+    checks = Trials(model, plain, held_back, kept)
+    checked = {
+        each: checks.measure(each.options.config(each.best.alpha), each.options.storage)
+        for each in progress(list({given, found}), "checking on text held back")
+    }
+    return replace(calibration, tuned=_tuned(found, report(given, found, checked, others.tried)))
+
+
+def _tuned(found: Search, measured: dict[str, Any]) -> Tuned:
+    options, config = found.options, found.options.config()
+    layers = options.resident_layers
+    return Tuned(
+        alpha=found.best.alpha,
+        max_fetch=config.max_fetch,
+        partial_ratio=config.partial_ratio,
+        target_kl=float(options.target_kl),
+        measured=measured,
+        resident=options.resident,
+        resident_layers=None if layers == "auto" else layers,
     )
-    return replace(calibration, tuned=tuned)
 
 
 def check_positions(model: PreTrainedModel, wanted: TuneOptions) -> None:

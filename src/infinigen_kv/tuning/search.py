@@ -3,35 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
-from transformers import PreTrainedModel
 
 from infinigen_kv.adapters import adapter_for
-from infinigen_kv.calibration import Calibration
-from infinigen_kv.diagnosis import Evidence, LayerEvidence
+from infinigen_kv.config import is_finite
 from infinigen_kv.errors import InputError
 from infinigen_kv.session import attach
 from infinigen_kv.tuning.allocate import Array, Curves, allocate
 from infinigen_kv.tuning.harm import HarmMeter
-from infinigen_kv.tuning.options import TuneOptions
+from infinigen_kv.tuning.options import MAX_FETCH, TuneOptions
 from infinigen_kv.tuning.trial import Trial, Trials
-from infinigen_kv.tuning.windows import Window
 
 ALPHAS = (1.0, 2.5, 4.0, 5.0, 6.0, 7.0, 8.5, 11.0)
 ROUNDS = 4  # of trying alphas and correcting what the curves promised
-UNKNOWN = {"unexplained": float("nan")}
 CLOSE = 0.95  # share of the target from which on a KL is not worth another round
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """Alphas of all layers of the model, and what came out on the text that is tuned on."""
+    """Alphas of all layers of the model, and what came out on the text that is tuned on.
+
+    ``aim`` is the KL that the curves promised.
+    """
 
     alpha: tuple[float, ...]
     trial: Trial
+    aim: float
 
 
 class Search:
@@ -39,27 +39,42 @@ class Search:
 
     Parameters
     ----------
-    model, calibration
-        The model, not attached, and its calibration without tuned settings.
+    trials
+        The model, its calibration without tuned settings, and the windows.
+    options
+        All settings but alpha.
+    alphas
+        Where curves are measured, increasing; two at least.
+    others
+        Alphas of all layers, of which those that do not select get theirs; None for the largest
+        that is chosen.
     """
 
     def __init__(
         self,
-        model: PreTrainedModel,
-        calibration: Calibration,
+        trials: Trials,
         options: TuneOptions,
-        windows: Sequence[Window],
+        *,
+        alphas: Sequence[float] = ALPHAS,
+        others: Sequence[float] | None = None,
     ) -> None:
-        self._options = options
-        self._windows = windows
-        self._adapter = adapter_for(model)
-        self._trials = Trials(model, calibration, windows, options.storage)
-        self.layers = _selecting(model, calibration, options)
+        self.trials = trials
+        self.options = options
+        self.layers = _selecting(trials, options)
+        self._alphas = tuple(alphas)
+        self._others = others
+        self._adapter = adapter_for(trials.model)
         self._meter = HarmMeter(
-            model, self._adapter, calibration, options.config(), self.layers, ALPHAS
+            trials.model,
+            self._adapter,
+            trials.calibration,
+            options.config(),
+            self.layers,
+            self._alphas,
         )
+        self._harms: list[Array] = []
         self.singles: list[Trial] = []
-        """One for each of `ALPHAS`, which all layers share."""
+        """One for each of the alphas, which all layers share."""
         self._curves: Curves | None = None
         self._aim = float(options.target_kl)
         self.attempts: list[Attempt] = []
@@ -68,23 +83,22 @@ class Search:
     def tasks(self) -> list[Callable[[], None]]:
         """What is to be done, in this order."""
 
-        def weigh(window: Window) -> Callable[[], None]:
-            return lambda: self._meter.read(window.prompt, window.decoded)
+        def weigh(place: int) -> Callable[[], None]:
+            return lambda: self._harms.append(self._harm(place))
 
         def try_single(alpha: float) -> Callable[[], None]:
-            config = self._options.config(alpha)
-            return lambda: self.singles.append(self._trials.measure(config))
+            return lambda: self.singles.append(self._measure(alpha))
 
         return [
-            *(weigh(window) for window in self._windows),
-            *(try_single(alpha) for alpha in ALPHAS),
+            *(weigh(place) for place in range(len(self.trials.windows))),
+            *(try_single(alpha) for alpha in self._alphas),
             *(self._round for _ in range(ROUNDS)),
         ]
 
     @property
     def best(self) -> Attempt:
         """Of the attempts within the target the one that moves least, else the nearest."""
-        within = [each for each in self.attempts if each.trial.kl <= self._options.target_kl]
+        within = [each for each in self.attempts if each.trial.kl <= self.options.target_kl]
         if within:
             return min(within, key=lambda each: each.trial.link_bytes)
         return min(self.attempts, key=lambda each: each.trial.kl)
@@ -92,17 +106,17 @@ class Search:
     @property
     def reached(self) -> bool:
         """Whether the target was reached on the text that is tuned on."""
-        return self.best.trial.kl <= self._options.target_kl
+        return self.best.trial.kl <= self.options.target_kl
 
     @property
     def curves(self) -> Curves:
         """Harms scaled so that their sum at a single alpha is the KL that was measured there."""
         if self._curves is None:
-            harm = self._meter.harm.numpy()
+            harm = np.mean(self._harms, axis=0)
             real = np.array([each.kl for each in self.singles])
             entries = [[each.entries.get(i, 0.0) for each in self.singles] for i in self.layers]
             scale = real / np.maximum(harm.sum(0), 1e-12)
-            self._curves = Curves(np.array(ALPHAS), harm * scale, np.array(entries))
+            self._curves = Curves(np.array(self._alphas), harm * scale, np.array(entries))
         return self._curves
 
     def single_at(self, kl: float) -> dict[str, float]:
@@ -119,32 +133,69 @@ class Search:
         moved = np.log([max(each.link_bytes, 1e-12) for each in self.singles])
         shares = np.array([each.fetched_share for each in self.singles])
         return {
-            "alpha": at(np.array(ALPHAS)),
+            "alpha": at(np.array(self._alphas)),
             "link_bytes": float(np.exp(at(moved))),
             "fetched_share": at(shares),
         }
 
     def _round(self) -> None:
-        target = self._options.target_kl
+        target = self.options.target_kl
         if any(CLOSE * target <= each.trial.kl <= target for each in self.attempts):
             return
         proposed = allocate(self.curves, self._aim)
-        alpha = self._for_all_layers(dict(zip(self.layers, proposed.alphas, strict=True)))
+        chosen = dict(zip(self.layers, proposed.alphas, strict=True))
+        alpha = self._for_all_layers(chosen)
         if any(each.alpha == alpha for each in self.attempts):
             return
-        trial = self._trials.measure(self._options.config(alpha))
-        self.attempts.append(Attempt(alpha, trial))
+        trial = self._measure(alpha)
+        self.attempts.append(Attempt(alpha, trial, self._aim))
         # a little below, so that the next one ends within the target
         self._aim *= (1 + CLOSE) / 2 * target / max(trial.kl, 1e-12)
 
+    def _measure(self, alpha: float | tuple[float, ...]) -> Trial:
+        return self.trials.measure(self.options.config(alpha), self.options.storage)
+
+    def _harm(self, place: int) -> Array:
+        """``(layers, alphas)`` of one window."""
+        config = {k: v for k, v in asdict(self.options.config()).items() if k != "alpha"}
+        known = self.trials.measurement("harm", place, config=config)
+        window = self.trials.windows[place]
+        names = [f"{alpha:g}" for alpha in self._alphas]
+
+        def measure() -> dict[str, dict[str, float]]:
+            found = self._meter.read(window.prompt, window.decoded).tolist()
+            return {
+                str(layer): dict(zip(names, row, strict=True))
+                for layer, row in zip(self.layers, found, strict=True)
+            }
+
+        def read(values: Mapping[str, Any]) -> Array:
+            # more layers and alphas may have been measured
+            rows = [[values[str(layer)][name] for name in names] for layer in self.layers]
+            if not all(is_finite(each) for row in rows for each in row):
+                raise ValueError("not all are numbers")
+            return np.array(rows, dtype=np.float64)
+
+        return self.trials.kept.of(known, measure, read)
+
     def _for_all_layers(self, chosen: Mapping[int, float]) -> tuple[float, ...]:
-        """With the largest for layers that do not select; they have no use for it."""
-        rest = max(chosen.values())
-        return tuple(chosen.get(spec.index, rest) for spec in self._adapter.layers)
+        if self._others is None:
+            rest = max(chosen.values())
+            return tuple(chosen.get(spec.index, rest) for spec in self._adapter.layers)
+        return tuple(chosen.get(layer, alpha) for layer, alpha in enumerate(self._others))
 
 
-def _selecting(model: PreTrainedModel, calibration: Calibration, options: TuneOptions) -> list[int]:
-    with attach(model, calibration, options.config(), options.storage) as session:
+def reachable(trials: Trials, options: TuneOptions) -> TuneOptions:
+    """The same, with `MAX_FETCH` where what the resident set holds is too little for the target."""
+    if options.max_fetch is not None or options.config().max_fetch == MAX_FETCH:
+        return options
+    _selecting(trials, options)
+    least = trials.measure(options.config(ALPHAS[-1]), options.storage).kl
+    return options if least <= options.target_kl else replace(options, max_fetch=MAX_FETCH)
+
+
+def _selecting(trials: Trials, options: TuneOptions) -> list[int]:
+    with attach(trials.model, trials.calibration, options.config(), options.storage) as session:
         cache = session.new_cache(tokens=options.prompt_tokens)
         layers = cache.speculated_layers
         cache.close()
@@ -154,36 +205,3 @@ def _selecting(model: PreTrainedModel, calibration: Calibration, options: TuneOp
             "device whole, or have no full attention"
         )
     return layers
-
-
-def report(search: Search, checked: Trial) -> dict[str, Any]:
-    """What was found, for people and JSON; ``checked`` is `Search.best` on text held back."""
-    best, single = search.best.trial, search.single_at(search.best.trial.kl)
-    return {
-        "reached": search.reached,
-        "kl": checked.kl,
-        "link_bytes": checked.link_bytes,
-        "fetched_share": checked.fetched_share,
-        "kl_tuned_on": best.kl,
-        "link_bytes_tuned_on": best.link_bytes,
-        "single_alpha": single,
-        "bytes_saved": 1 - best.link_bytes / max(single["link_bytes"], 1e-12),
-        "layers": search.layers,
-        "least_kl": min(each.kl for each in search.singles),
-    }
-
-
-def evidence(calibration: Calibration) -> Evidence:
-    """What tuning found out about the model, for `diagnosis.judge`."""
-    tuned = calibration.tuned
-    assert tuned is not None
-    layers = [
-        LayerEvidence(layer, unexplained=calibration.report.get(str(layer), UNKNOWN)["unexplained"])
-        for layer in tuned.measured["layers"]
-    ]
-    return Evidence(
-        calibration.config(),
-        tuple(layers),
-        kl=tuned.measured["kl"],
-        fetched=tuned.measured["fetched_share"],
-    )

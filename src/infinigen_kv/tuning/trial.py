@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,11 +14,12 @@ from transformers import PreTrainedModel
 
 from infinigen_kv.cache import InfiniGenCache
 from infinigen_kv.calibration import Calibration
-from infinigen_kv.config import InfiniGenConfig
+from infinigen_kv.config import InfiniGenConfig, is_finite
 from infinigen_kv.generate import forward, prefill
 from infinigen_kv.recorder import FetchRecorder
 from infinigen_kv.session import Session, attach
 from infinigen_kv.storage_config import StorageConfig
+from infinigen_kv.tuning.measurements import Measurement, Measurements, window_digest
 from infinigen_kv.tuning.windows import Window
 
 COUNTING_LINK = "emulated:1000000"  # GB/s: counts what crosses, and keeps nobody waiting
@@ -38,6 +39,29 @@ class Trial:
     link_bytes: float
     fetched_share: float
 
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Trial:
+        """Back from JSON; `ValueError`, `KeyError` or `TypeError` if it cannot be one."""
+        numbers = [values[name] for name in ("kl", "link_bytes", "fetched_share")]
+        entries = {int(layer): count for layer, count in dict(values["entries"]).items()}
+        if not all(is_finite(each) for each in [*numbers, *entries.values()]):
+            raise ValueError("not all are numbers")
+        return cls(numbers[0], entries, numbers[1], numbers[2])
+
+    @classmethod
+    def mean(cls, trials: Sequence[Trial]) -> Trial:
+        """Of windows of one length."""
+        layers = sorted({layer for each in trials for layer in each.entries})
+        return cls(
+            statistics.fmean(each.kl for each in trials),
+            {
+                layer: statistics.fmean(each.entries.get(layer, 0.0) for each in trials)
+                for layer in layers
+            },
+            statistics.fmean(each.link_bytes for each in trials),
+            statistics.fmean(each.fetched_share for each in trials),
+        )
+
 
 class Trials:
     """Tries settings on the same windows.
@@ -47,9 +71,9 @@ class Trials:
     model, calibration
         The model, not attached.
     windows
-        Text; the full cache reads it once.
-    storage
-        What the settings are tuned for: its resident set and its codec. The link only counts.
+        Text; the full cache reads each once.
+    kept
+        What was measured before; None to measure everything.
     """
 
     def __init__(
@@ -57,51 +81,71 @@ class Trials:
         model: PreTrainedModel,
         calibration: Calibration,
         windows: Sequence[Window],
-        storage: StorageConfig,
+        kept: Measurements | None = None,
     ) -> None:
-        self._model = model
-        self._calibration = calibration
-        self._windows = list(windows)
-        self._storage = storage
-        self._full: list[Tensor] = []
+        self.model = model
+        self.calibration = calibration
+        self.windows = list(windows)
+        self.kept = kept or Measurements()
+        self._digests = [window_digest(window) for window in windows]
+        self._full: dict[int, Tensor] = {}
+
+    def measure(self, config: InfiniGenConfig, storage: StorageConfig, *, every: int = 1) -> Trial:
+        """Every so many windows under these settings, decode step by decode step.
+
+        ``storage`` is what the settings are tuned for, its link one that only counts.
+        """
+        places = range(0, len(self.windows), every)
+        return Trial.mean([self._window(place, config, storage) for place in places])
+
+    def measurement(self, kind: str, place: int, **settings: Any) -> Measurement:
+        """A measurement of one window under these settings."""
+        return Measurement(kind, {"window": self._digests[place], **settings})
+
+    def _window(self, place: int, config: InfiniGenConfig, storage: StorageConfig) -> Trial:
+        # None stands for a number
+        resident = storage.resident_budget_on(self.model.device)
+        where = {**asdict(storage), "resident": resident}
+        known = self.measurement("trial", place, config=asdict(config), storage=where)
+        return self.kept.of(
+            known, lambda: asdict(self._decode(place, config, storage)), Trial.from_dict
+        )
 
     @torch.no_grad()
-    def measure(self, config: InfiniGenConfig) -> Trial:
-        """The windows under these settings, decode step by decode step."""
+    def _decode(self, place: int, config: InfiniGenConfig, storage: StorageConfig) -> Trial:
+        window = self.windows[place]
         kl: list[Tensor] = []
-        entries: Counter[int] = Counter()
-        link_bytes = 0
         recorder = FetchRecorder()
-        with attach(self._model, self._calibration, config, self._storage) as session:
-            self._read_in_full(session)
-            for window, full in zip(self._windows, self._full, strict=True):
-                with _prompted(session, window) as cache:
-                    start = min(SETTLING, window.decoded.numel() // 2)
-                    for at, token in enumerate(window.decoded):
-                        if at == start:
-                            cache.reset_statistics()
-                            cache.recorder = recorder
-                        logits = forward(self._model, token[None, None], cache)[0, -1]
-                        if at >= start:
-                            kl.append(_divergence(full[at], logits.float().log_softmax(-1)))
-                    entries.update(cache.moved_entries)
-                    link = cache.storage.link.statistics
-                    link_bytes += link.bytes_down + link.bytes_up
-                    selecting = cache.speculated_layers
+        with attach(self.model, self.calibration, config, storage) as session:
+            full = self._read_in_full(session, place)
+            with _prompted(session, window) as cache:
+                start = min(SETTLING, window.decoded.numel() // 2)
+                for at, token in enumerate(window.decoded):
+                    if at == start:
+                        cache.reset_statistics()
+                        cache.recorder = recorder
+                    logits = forward(self.model, token[None, None], cache)[0, -1]
+                    if at >= start:
+                        kl.append(_divergence(full[at], logits.float().log_softmax(-1)))
+                selecting = cache.speculated_layers
+                moved = cache.moved_entries
+                link = cache.storage.link.statistics
         shares = recorder.fetched_by_layer
         return Trial(
             torch.stack(kl).mean().item(),
-            {layer: count / len(kl) for layer, count in entries.items() if layer in selecting},
-            link_bytes / len(kl),
+            {layer: count / len(kl) for layer, count in moved.items() if layer in selecting},
+            (link.bytes_down + link.bytes_up) / len(kl),
             statistics.fmean(shares[layer] for layer in selecting),
         )
 
-    def _read_in_full(self, session: Session) -> None:
+    def _read_in_full(self, session: Session, place: int) -> Tensor:
         """Log-probabilities ``(T, V)`` of the full cache, once for all settings."""
-        for window in self._windows[len(self._full) :]:
+        if place not in self._full:
+            window = self.windows[place]
             with _prompted(session, window, policy="ideal") as cache:
-                logits = forward(self._model, window.decoded[None], cache)[0]
-            self._full.append(logits.float().log_softmax(-1))
+                logits = forward(self.model, window.decoded[None], cache)[0]
+            self._full[place] = logits.float().log_softmax(-1)
+        return self._full[place]
 
 
 @contextmanager
