@@ -21,14 +21,20 @@ if numba.config.DISABLE_JIT:
     raise ImportError("NUMBA_DISABLE_JIT is set, but only compiled code can read bfloat16")
 
 
-STATE = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
+def _state() -> str:
+    """A digest of the compiled code's sources."""
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(each.read_bytes() for each in sources)).hexdigest()[:16]
+
+
+STATE = _state()
 
 
 def compiled(function: Callable[..., Any]) -> Any:
     """Compile a function on its first call, and keep the result on disk where there is room.
 
-    It is kept under a name that tells the state of this module: numba looks for changes only in the
-    function's own file, but has inlined what that imports from here.
+    It is kept under a name that tells the state of this folder: numba looks for changes only in the
+    function's own file, but has inlined what that imports from others.
     """
     function.__qualname__ += f"_{STATE}"
     compiler = partial(numba.njit, fastmath=FAST, nogil=True, error_model="numpy")

@@ -18,8 +18,8 @@ from infinigen_kv.attention import SCORES, grouped_scores
 from infinigen_kv.rehearsal.partial_keys import PartialKeys
 from infinigen_kv.rehearsal.statistics import TOKEN_BLOCK, Projection
 
-RIDGE = 1e-4  # of a partial key's variance: few tokens do not fix every direction
-LEAST = 1e-12  # where they do not vary at all
+PRIOR = 0.1  # tokens for each partial dimension that the ridge counts as: few promise little
+LEAST = 1e-12  # added where partial keys do not vary at all
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class ValueMap:
     def fit(
         cls, projection: Projection, keys: Tensor, values: Tensor, weight: Tensor | None = None
     ) -> ValueMap:
-        """Least squares over the tokens of each row and head.
+        """Least squares over the tokens of each row and head, with a ridge of `PRIOR`.
 
         Parameters
         ----------
@@ -60,8 +60,9 @@ class ValueMap:
         means = products[..., :1, 1:] / count  # (B, H_kv, 1, R + D_v)
         spread = products[..., 1:, 1:] - count * (means[..., :rank].mT @ means)
         square, mixed = spread[..., :rank], spread[..., rank:]
-        ridge = (RIDGE * square.diagonal(dim1=-2, dim2=-1)).clamp_min(LEAST)
-        slope = torch.linalg.solve(square + torch.diag_embed(ridge), mixed)
+        variance = square.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None] / count
+        ridge = (PRIOR * rank * variance).clamp_min(LEAST) * torch.eye(rank, device=keys.device)
+        slope = torch.linalg.solve(square + ridge, mixed)
         return cls(means[..., rank:] - means[..., :rank] @ slope, slope)
 
     @property
