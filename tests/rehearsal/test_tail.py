@@ -149,7 +149,7 @@ def test_it_is_full_attention_where_partial_keys_tell_all(name: str) -> None:
     kernels = kernels_for(name)
     error = (case.attend(kernels, case.tail(None, None)) - full).abs().max()
     without = (case.attend(kernels, None) - full).abs().max()
-    assert error < 2e-3 < 0.2 < without
+    assert error < 5e-3 < 0.2 < without  # the ridge is one token of 1100
 
 
 @pytest.mark.parametrize("name", ["torch", "native"])
