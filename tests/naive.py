@@ -194,7 +194,7 @@ class NaiveSelection:
         partial = (keys - mean) @ to_key
         spread, mixed = partial - partial.mean(axis=0), values - values.mean(axis=0)
         square = spread.T @ spread
-        square = square + 0.1 * np.trace(square) / len(keys) * np.eye(len(square))
+        square = square + np.eye(len(square)) * (partial**2).mean(axis=0).max()
         slope = np.linalg.solve(square, spread.T @ mixed)
         base = values.mean(axis=0) - partial.mean(axis=0) @ slope
         return lambda k: base + ((k - mean) @ to_key) @ slope

@@ -140,7 +140,11 @@ def test_a_limit_that_is_never_reached_changes_nothing(
         expected = run(model, local_cache(session, policy), ids, mask, prompt=PROMPT)
         for capacity, resident in ((LENGTH, 0), (1.0, 0), (1000, 0.5)):
             cache = limited(session, capacity, evict, policy=policy, resident=resident)
-            assert same(run(model, cache, ids, mask, prompt=PROMPT), expected)
+            actual = run(model, cache, ids, mask, prompt=PROMPT)
+            if policy == "infinigen":  # its tail reads partial keys: those put in slots are rounded
+                assert_close(actual, expected, **CLOSE)  # in another order than appended ones
+            else:
+                assert same(actual, expected)
             assert cache.offloaded[0].pool.positions is None
             if len(cache.offloaded) == len(cache.layers):
                 cache.crop(-5)  # nothing was evicted, so tokens can be taken back

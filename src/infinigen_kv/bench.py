@@ -25,6 +25,7 @@ from infinigen_kv.policies.settings import BUDGET
 from infinigen_kv.progress import Progress, no_progress
 from infinigen_kv.recorder import FetchRecorder
 from infinigen_kv.session import Session
+from infinigen_kv.soundness import check_logits
 
 WARM_UP = 4  # steps that are not measured
 RECORDED = 4  # steps after the measured ones, for the fetched share
@@ -132,6 +133,8 @@ def bench(
     ------
     InputError
         If a name is unknown, or the model has too few positions.
+    InfiniGenError
+        If the model computes NaN or infinity.
     """
     names = [IDEAL, *(check_policy(name) for name in dict.fromkeys(policies) if name != IDEAL)]
     if decode_tokens < 1:
@@ -192,6 +195,7 @@ def _decode(
         following = token
         for name, run in runs.items():
             logits, elapsed = timed_forward(session.model, token, run.cache)
+            check_logits(logits)
             scores = logits[:, -1].float().log_softmax(-1)
             if name == IDEAL:
                 reference = scores

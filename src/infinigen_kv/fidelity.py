@@ -22,6 +22,7 @@ from infinigen_kv.generate import forward, prefill
 from infinigen_kv.progress import Progress, no_progress
 from infinigen_kv.recorder import FidelityRecorder
 from infinigen_kv.session import Session, attach
+from infinigen_kv.soundness import check_logits
 
 BLOCK = 128  # decode positions evaluated in one forward
 
@@ -86,6 +87,8 @@ def measure_fidelity(
     ------
     InputError
         If no token is left after the prompt, or the model has too few positions.
+    InfiniGenError
+        If the model computes NaN or infinity.
     """
     if not 0 < prompt_tokens < tokens.numel():
         raise InputError(
@@ -149,6 +152,8 @@ def _measure(
         full = forward(session.model, block, cache)
         reference = full[0].float().log_softmax(-1)
         ours = selected[place][0].float().log_softmax(-1)
+        check_logits(full)
+        check_logits(selected[place])
         kl.append((reference.exp() * (reference - ours)).sum(-1))
         same += int((reference.argmax(-1) == ours.argmax(-1)).sum())
         targets = decoded[0, at + 1 : at + block.shape[1] + 1, None]

@@ -104,6 +104,7 @@ def test_chat_template(run: Run, model_folder: Path) -> None:
         (("--sinks", "-1"), "--sinks -1 is not valid"),
         (("--min-context", "0"), "--min-context 0 is not valid: it must be an integer >= 1"),
         (("--rehearsal", "magic"), "--rehearsal 'magic' is not valid: it must be one of"),
+        (("--rehearsal", "paper", "--tail"), "--tail is not valid with rehearsal='paper'"),
         (("--dtype", "int8"), "--dtype 'int8' is not valid: it must be one of float32"),
         (("--max-new-tokens", "0"), "'--max-new-tokens'"),
         (("--recent", "few"), "'--recent'"),

@@ -11,7 +11,7 @@ from infinigen_kv.attention import dense_attention
 from infinigen_kv.kernels import Kernels, TorchKernels, find_kernels
 from infinigen_kv.pool.entries import Entries
 from infinigen_kv.rehearsal.partial_keys import PartialKeys
-from infinigen_kv.rehearsal.statistics import Projection
+from infinigen_kv.rehearsal.statistics import Moments, Projection
 from infinigen_kv.rehearsal.tail import Tail, ValueMap, attention_in_blocks
 
 ROWS, HEADS, KV_HEADS, DIM, TOKENS = 2, 6, 2, 8, 1100
@@ -149,7 +149,7 @@ def test_it_is_full_attention_where_partial_keys_tell_all(name: str) -> None:
     kernels = kernels_for(name)
     error = (case.attend(kernels, case.tail(None, None)) - full).abs().max()
     without = (case.attend(kernels, None) - full).abs().max()
-    assert error < 0.02 < 0.2 < without
+    assert error < 5e-3 < 0.2 < without  # the ridge is one token of 1100
 
 
 @pytest.mark.parametrize("name", ["torch", "native"])
@@ -164,7 +164,7 @@ def test_nan_is_not_hidden(name: str) -> None:
     assert not broken[1].any()
 
 
-def test_values_are_guessed_by_least_squares() -> None:
+def test_values_are_guessed_by_ridge_regression() -> None:
     case = Case(3)
     weight = torch.ones(ROWS, TOKENS)
     weight[1, :40] = 0.0
@@ -175,13 +175,38 @@ def test_values_are_guessed_by_least_squares() -> None:
             z = case.projection.partial_keys(case.keys)[row, head, first:].double().numpy()
             v = case.values[row, head, first:].double().numpy()
             centred = z - z.mean(axis=0)
-            ridge = 0.1 / len(z) * (centred**2).sum()
-            rows = np.vstack([centred, np.sqrt(ridge) * np.eye(3)])
+            rows = np.vstack([centred, np.eye(3) * np.sqrt((z**2).mean(axis=0).max())])
             targets = np.vstack([v - v.mean(axis=0), np.zeros((3, DIM))])
             slope = np.linalg.lstsq(rows, targets, rcond=None)[0]
             base = v.mean(axis=0) - z.mean(axis=0) @ slope
             np.testing.assert_allclose(found.slope[row, head], slope, atol=1e-4)
             np.testing.assert_allclose(found.base[row, head, 0], base, atol=1e-4)
+
+
+def test_few_tokens_give_no_steep_slopes() -> None:
+    """Five tokens do not span the partial keys; others lie far outside of what they span."""
+    case = Case(6)
+    few = slice(0, 5)
+    moments = Moments.start(case.keys)
+    position = torch.arange(5)[None]
+    moments.observe(case.keys[:, :, few], case.keys[:, :, few], position, None)
+    projection = moments.projection(6)
+    found = ValueMap.fit(projection, case.keys[:, :, few], case.values[:, :, few])
+    guesses = found.base + projection.partial_keys(case.keys) @ found.slope
+    assert guesses.abs().max() < 3 * case.values.abs().max()
+    assert found.slope.is_contiguous()  # compiled code copies what is not, in every step
+
+
+@pytest.mark.parametrize("name", ["torch", "native"])
+def test_a_row_of_which_nothing_was_moved(name: str) -> None:
+    """Its columns repeat a token that belongs to the tail all the same."""
+    case = Case(4)
+    case.index[1] = 0
+    tail = case.tail(torch.tensor([[30], [0]]), None)
+    tail.partial.storage[1, :, :, 0] *= 3  # so that the token counts
+    expected = case.looped(tail, None)
+    found = case.attend(kernels_for(name), tail)
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-4)
 
 
 def test_rows_are_taken_and_kept() -> None:

@@ -187,7 +187,8 @@ class SelectionOptions:
             options = {_FIELDS.get(name, name): _typed(name) for name in asdict(self)}
             if field not in options:
                 raise
-            raise InputError(f"{options[field]} {rest}") from error
+            # a flag is typed without a value
+            raise InputError(f"{options[field]} {rest.removeprefix('True ')}") from error
 
 
 _FIELDS = {"recent": "recent_tokens", "sinks": "sink_tokens"}

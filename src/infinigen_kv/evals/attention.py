@@ -19,12 +19,12 @@ from infinigen_kv.evals.intervals import Estimate, share
 from infinigen_kv.evals.observing import ByLayer, WindowTask, by_layer, read_ids
 from infinigen_kv.evals.probe import seeing_attention
 from infinigen_kv.evals.reading import Reader
-from infinigen_kv.evals.soundness import read_window
 from infinigen_kv.evals.task import Inputs, Result, Sample, fetched, fetched_of, percent
 from infinigen_kv.evals.windows import split_window
 from infinigen_kv.policies.registry import cache_plan
 from infinigen_kv.recorder import FetchRecorder
 from infinigen_kv.rehearsal.select import selection_mask
+from infinigen_kv.soundness import read_window
 from infinigen_kv.storage_config import StorageConfig
 
 STEPS = 16  # decode steps that one value of the course is a mean over

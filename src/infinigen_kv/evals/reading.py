@@ -11,13 +11,13 @@ from torch import Tensor
 from infinigen_kv.cache import InfiniGenCache
 from infinigen_kv.calibration import Calibration
 from infinigen_kv.evals.misses import Misses, MissRecorder
-from infinigen_kv.evals.soundness import check_logits
 from infinigen_kv.evals.traffic import held_bytes, token_bytes
 from infinigen_kv.generate import forward, prefill
 from infinigen_kv.policies.registry import check_policy
 from infinigen_kv.policies.settings import BUDGET
 from infinigen_kv.recorder import FetchRecorder
 from infinigen_kv.session import Session
+from infinigen_kv.soundness import check_logits
 from infinigen_kv.step import Recorder
 
 FULL = "ideal"

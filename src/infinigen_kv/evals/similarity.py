@@ -15,9 +15,9 @@ from infinigen_kv.adapters.base import Adapter
 from infinigen_kv.errors import InputError
 from infinigen_kv.evals.observing import ByLayer, ModelTask, by_layer, read_ids
 from infinigen_kv.evals.reading import Reader
-from infinigen_kv.evals.soundness import read_window
 from infinigen_kv.evals.task import Inputs, Result, Sample
 from infinigen_kv.evals.windows import split_window
+from infinigen_kv.soundness import read_window
 
 BLOCK_INPUT, NORMED, ATTENTION, FEED_FORWARD = TENSORS = (
     "block_input",

@@ -18,8 +18,8 @@ from infinigen_kv.evals.intervals import Estimate
 from infinigen_kv.evals.observing import ByLayer, ModelTask, by_layer, read_ids
 from infinigen_kv.evals.probe import seeing_attention
 from infinigen_kv.evals.reading import Reader
-from infinigen_kv.evals.soundness import read_window
 from infinigen_kv.evals.task import Inputs, Result, Sample
+from infinigen_kv.soundness import read_window
 
 MASS = 0.9  # of a query's attention
 FEW = 0.01  # of the tokens before a query: what "attends to few" means (Figure 20)

@@ -21,10 +21,10 @@ from infinigen_kv.evals.intervals import Estimate, share
 from infinigen_kv.evals.observing import read_ids
 from infinigen_kv.evals.probe import LayerProbe, watching
 from infinigen_kv.evals.reading import Reader
-from infinigen_kv.evals.soundness import read_window
 from infinigen_kv.evals.task import Inputs, Result, Sample, Task
 from infinigen_kv.evals.windows import split_window
 from infinigen_kv.policies.registry import cache_plan
+from infinigen_kv.soundness import read_window
 from infinigen_kv.step import Step
 
 PLACES, QUERIES = 4, 16  # decode positions of a window that are measured: places times queries

@@ -18,8 +18,7 @@ from infinigen_kv.attention import SCORES, grouped_scores
 from infinigen_kv.rehearsal.partial_keys import PartialKeys
 from infinigen_kv.rehearsal.statistics import TOKEN_BLOCK, Projection
 
-PRIOR = 0.1  # tokens for each partial dimension that the ridge counts as: few promise little
-LEAST = 1e-12  # added where partial keys do not vary at all
+LEAST = 1e-12  # of the ridge, where partial keys do not vary at all
 
 
 @dataclass(slots=True)
@@ -36,7 +35,12 @@ class ValueMap:
     def fit(
         cls, projection: Projection, keys: Tensor, values: Tensor, weight: Tensor | None = None
     ) -> ValueMap:
-        """Least squares over the tokens of each row and head, with a ridge of `PRIOR`.
+        """Ridge regression over the tokens of each row and head.
+
+        Few tokens, or some that hardly vary in a direction, do not tell what values are like there,
+        and those to come may go far along it. So the ridge is one token's mean square in the
+        direction where partial keys are largest. One in proportion to each direction's own lets a
+        prompt of 5 tokens guess values a thousand times too large.
 
         Parameters
         ----------
@@ -60,10 +64,10 @@ class ValueMap:
         means = products[..., :1, 1:] / count  # (B, H_kv, 1, R + D_v)
         spread = products[..., 1:, 1:] - count * (means[..., :rank].mT @ means)
         square, mixed = spread[..., :rank], spread[..., rank:]
-        variance = square.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None] / count
-        ridge = (PRIOR * rank * variance).clamp_min(LEAST) * torch.eye(rank, device=keys.device)
-        slope = torch.linalg.solve(square + ridge, mixed)
-        return cls(means[..., rank:] - means[..., :rank] @ slope, slope)
+        largest = products[..., 1:, 1:].diagonal(dim1=-2, dim2=-1).amax(dim=-1)[..., None, None]
+        ridge = (largest / count).clamp_min(LEAST)
+        slope = torch.linalg.solve(square + ridge * torch.eye(rank).to(square), mixed)
+        return cls(means[..., rank:] - means[..., :rank] @ slope, slope.contiguous())
 
     @property
     def nbytes(self) -> int:
@@ -106,17 +110,17 @@ class Tail:
     def hidden(self) -> Tensor:
         """Tokens that are no part of the tail, ``(B, H_kv, 1, 1, S)``."""
         rows, heads, columns = self.index.shape
-        hidden = torch.zeros(
-            rows, heads, self.partial.length, dtype=torch.bool, device=self.index.device
-        )
-        meant = torch.ones_like(self.index, dtype=torch.bool)
+        tokens, device = self.partial.length, self.index.device
+        # one column more, for what is not meant: that repeats tokens of the row, perhaps some that
+        # are not attended to
+        hidden = torch.zeros(rows, heads, tokens + 1, dtype=torch.bool, device=device)
+        index = self.index
         if self.counts is not None:
-            places = torch.arange(columns, device=self.index.device)
-            meant = (places < self.counts.to(places.device)).unsqueeze(1).expand_as(self.index)
-        # columns that are not meant repeat tokens of the row, perhaps some that are not attended to
-        hidden.scatter_(2, self.index.where(meant, self.index[..., :1]), True)
+            meant = torch.arange(columns, device=device) < self.counts.to(device)
+            index = index.where(meant.unsqueeze(1), tokens)
+        hidden = hidden.scatter_(2, index, True)[..., :tokens]
         if self.allowed is not None:
-            hidden |= ~self.allowed.to(hidden.device).unsqueeze(1)
+            hidden = hidden | ~self.allowed.to(device).unsqueeze(1)
         return hidden[:, :, None, None]
 
 

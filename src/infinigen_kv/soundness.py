@@ -32,6 +32,6 @@ def read_window(adapter: Adapter, window: Tensor) -> None:
 
 def _unsound(what: str) -> InfiniGenError:
     return InfiniGenError(
-        f"the model's {what} contain NaN or infinity, so it cannot be evaluated; check the model's "
+        f"the model's {what} contain NaN or infinity, so it cannot be measured; check the model's "
         "weights and dtype (float16 may overflow where bfloat16 does not)"
     )
