@@ -129,15 +129,23 @@ def test_the_settings_of_a_search_save_nothing_against_themselves(search: Search
     assert probe(search, search.options) == pytest.approx(0, abs=1e-9)
 
 
-@pytest.mark.parametrize("kl", [0.02, 0.014, 0.01, 0.0075])
-def test_bytes_between_two_trials_follow_a_power_law(kl: float) -> None:
+@pytest.mark.parametrize("kl", [0.02, 0.014, 0.01, 0.0085])
+def test_bytes_near_trials_follow_a_power_law(kl: float) -> None:
     def trial(at: float) -> Trial:
         return Trial(at, {}, 1e5 * at**-0.8, 0.1)
 
-    assert bytes_at(kl, [trial(0.02), trial(0.01)]) == pytest.approx(trial(kl).link_bytes)
+    assert bytes_at(kl, [trial(0.017), trial(0.01)], 0.8) == pytest.approx(trial(kl).link_bytes)
     # far away: more bytes than needed, or not known
-    assert bytes_at(0.1, [trial(0.02), trial(0.01)]) == trial(0.02).link_bytes
-    assert np.isnan(bytes_at(0.001, [trial(0.02), trial(0.01)]))
+    assert bytes_at(0.1, [trial(0.02), trial(0.01)], 0.8) == trial(0.02).link_bytes
+    assert np.isnan(bytes_at(0.001, [trial(0.02), trial(0.01)], 0.8))
+
+
+def test_the_exchange_rate_is_that_of_the_single_alphas(
+    search: Search, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    law = [Trial(kl, {}, 3e4 * kl**-0.7, 0.1) for kl in np.geomspace(0.5, 0.001, 8)]
+    monkeypatch.setattr(search, "singles", law)
+    assert alternatives._rate(search, 0.02) == pytest.approx(0.7)
 
 
 def test_layers_to_keep_whole_are_those_that_relieve_the_others_most(search: Search) -> None:

@@ -21,7 +21,8 @@ MOST_LAYERS = 3  # that are tried as whole ones beside those that are anyway
 TIGHT = 0.7  # of the resident set, so that it also holds what earlier steps wanted
 MARGIN = 0.05  # of link bytes that other settings must save
 EVERY = 2  # windows; the others are left out of probes
-SAME = 0.02  # difference of two KLs, as logarithms, that no line is drawn through
+FAR = 0.25  # difference of two KLs, as logarithms, beyond which bytes are not carried over
+NEAR = 1.25  # factor of a KL within which its exchange rate for bytes is taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +160,8 @@ class Alternatives:
 def probe(search: Search, options: TuneOptions) -> float:
     """Share of the link bytes that these settings save at the KL of the best alphas of a search.
 
-    Two trials on every second window, with alphas that the search's own curves propose; bytes at
-    the KL wanted lie on the line through both, by logarithms.
+    Two trials on every second window, with alphas that the search's own curves propose. What is
+    left between the KLs counts as bytes at the exchange rate of the search's single alphas.
     """
     trials, best = search.trials, search.best
     wanted = trials.measure(search.options.config(best.alpha), search.options.storage, every=EVERY)
@@ -171,23 +172,29 @@ def probe(search: Search, options: TuneOptions) -> float:
         trial = trials.measure(options.config(propose(aim)), options.storage, every=EVERY)
         found.append(trial)
         aim *= wanted.kl / max(trial.kl, 1e-12)
-    return 1 - bytes_at(wanted.kl, found) / max(wanted.link_bytes, 1e-12)
+    moved = bytes_at(wanted.kl, found, _rate(search, wanted.kl))
+    return 1 - moved / max(wanted.link_bytes, 1e-12)
 
 
-def bytes_at(kl: float, trials: Sequence[Trial]) -> float:
-    """Link bytes of two trials' settings at a KL.
+def bytes_at(kl: float, trials: Sequence[Trial], rate: float) -> float:
+    """Link bytes at a KL by the nearest trial, where bytes go as KL to the power of ``-rate``.
 
-    Where that is far from both, those of a trial below it, which are more; NaN without any.
+    Where that is far off, those of a trial below it, which are more; NaN without any.
     """
-    first, last = trials
-    span = math.log(max(last.kl, 1e-12) / max(first.kl, 1e-12))
-    away = math.log(max(kl, 1e-12) / max(first.kl, 1e-12))
-    part = away / span if abs(span) >= SAME else math.inf
-    if not -0.5 <= part <= 1.5:
-        below = [each.link_bytes for each in trials if each.kl <= kl * (1 + SAME)]
-        return min(below, default=math.nan)
-    bottom = max(first.link_bytes, 1e-12)
-    return bottom * float((max(last.link_bytes, 1e-12) / bottom) ** part)
+
+    def away(trial: Trial) -> float:
+        return math.log(max(trial.kl, 1e-12) / max(kl, 1e-12))
+
+    nearest = min(trials, key=lambda each: abs(away(each)))
+    if abs(away(nearest)) > FAR:
+        return min((each.link_bytes for each in trials if each.kl < kl), default=math.nan)
+    return nearest.link_bytes * math.exp(rate * away(nearest))
+
+
+def _rate(search: Search, kl: float) -> float:
+    """How bytes grow as KL falls, by the single alphas around it."""
+    low, high = (search.single_at(kl * factor)["link_bytes"] for factor in (1 / NEAR, NEAR))
+    return max(0.0, math.log(max(low, 1e-12) / max(high, 1e-12)) / (2 * math.log(NEAR)))
 
 
 def _proposer(search: Search, options: TuneOptions) -> Callable[[float], tuple[float, ...]]:
