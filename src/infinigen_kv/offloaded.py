@@ -160,7 +160,7 @@ class OffloadedLayer(CacheLayerMixin):
             scaling=scaling,
             softcap=softcap,
             weighed=self.policy.needs_weights,
-            tail=self.policy.tail(selection, step),
+            tail=self.policy.tail(selection),
         )
         slots = pool.append(keys, values)
         self.policy.observe(query, keys, step, pool, slots)

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from infinigen_kv.native.numbers import compiled, exponential, peak, store, widen
-from infinigen_kv.native.tail import add_tail, mark
+from infinigen_kv.native.numbers import add, compiled, exponential, peak, store, widen
+from infinigen_kv.native.tail import add_guess, add_tail, keep_real, mark
 
 ZERO, ONE = np.float32(0), np.float32(1)
 
@@ -114,16 +114,6 @@ def put(output: Any, sums: Any) -> None:
 
 
 @compiled
-def add_guess(
-    weight: np.float32, moved: Any, share: np.float32, base: Any, slope: Any, sums: Any
-) -> None:
-    """Add the values of a tail of this ``weight`` (`rehearsal.tail.ValueMap`), times ``share``."""
-    add(weight * share, base, sums)
-    for number in range(len(moved)):
-        add(moved[number] * share, slope[number], sums)
-
-
-@compiled
 def score_one(query: Any, keys: Any, stride: int, base: int, chosen: Any, line: Any) -> None:
     """Products of one query with the chosen keys, four keys at a time."""
     dim, count = len(query), len(chosen)
@@ -203,12 +193,6 @@ def dot(query: Any, key: Any) -> Any:
 
 
 @compiled
-def add(weight: np.float32, value: Any, sums: Any) -> None:
-    for place in range(len(sums)):
-        sums[place] += weight * widen(value[place])
-
-
-@compiled
 def capped_peak(scores: Any, softcap: np.float32) -> Any:
     """The best score, after all were capped in place; NaN goes on through the exponential."""
     if softcap > 0:
@@ -231,31 +215,3 @@ def softmax(scores: Any, top: np.float32, rest: np.float32) -> Any:
     for number in range(len(scores)):
         scores[number] *= share
     return share
-
-
-@compiled
-def keep_real(keep: Any, marks: Any) -> None:
-    """1 for the tokens of a row that may be attended to, 0 for the others."""
-    for token in range(len(marks)):
-        keep[token] = ONE if marks[token] > 0 else ZERO
-
-
-@compiled
-def append_partial(keys: Any, offset: Any, projection: Any, partial: Any, token: int) -> None:
-    """``partial[..., token] = (keys - offset) projection``.
-
-    ``keys`` ``(B, H_kv, D)``, ``offset`` ``(B, H_kv, D)`` float32, ``projection``
-    ``(B, H_kv, D, R)`` float32, ``partial`` ``(B, H_kv, R, capacity)``.
-    """
-    rows, heads, dim, rank = projection.shape
-    sums = np.empty(rank, np.float32)
-    for row in range(rows):
-        for head in range(heads):
-            sums[:] = np.float32(0)
-            for place in range(dim):
-                number = widen(keys[row, head, place]) - offset[row, head, place]
-                line = projection[row, head, place]
-                for each in range(rank):
-                    sums[each] += number * line[each]
-            for each in range(rank):
-                store(partial[row, head, each], token, sums[each])

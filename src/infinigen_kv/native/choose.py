@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from infinigen_kv.native.numbers import NOTHING, compiled, partition, peak, widen
+from infinigen_kv.native.partial_keys import BLOCK, project, score_one
 
-BLOCK = 512  # tokens whose scores stay in the first-level cache while they are summed
 FORBIDDEN, KEPT = np.uint8(0), np.uint8(2)
 NAN = np.float32(np.nan)
 
@@ -94,45 +94,14 @@ def choose(
 
 
 @compiled
-def project(query: Any, scaling: np.float32, projection: Any, partial: Any) -> None:
-    """``partial = scaling * query projection`` of one head."""
-    for each in range(query.shape[0]):
-        sums = partial[each]
-        sums[:] = np.float32(0)
-        for place in range(query.shape[1]):
-            number, line = widen(query[each, place]) * scaling, projection[place]
-            for dim in range(len(sums)):
-                sums[dim] += number * line[dim]
-
-
-@compiled
 def score(query: Any, keys: Any, length: int, scores: Any) -> None:
-    """``query @ keys`` of one head, four partial dimensions at a time."""
-    group, dims = query.shape
+    """``query @ keys`` of one head, block by block."""
     for start in range(0, length, BLOCK):
         stop = min(start + BLOCK, length)
-        for each in range(group):
-            sums = scores[each, start:stop]
-            sums[:] = np.float32(0)
-            dim = 0
-            while dim + 4 <= dims:
-                weight0, weight1 = query[each, dim], query[each, dim + 1]
-                weight2, weight3 = query[each, dim + 2], query[each, dim + 3]
-                keys0, keys1 = keys[dim, start:stop], keys[dim + 1, start:stop]
-                keys2, keys3 = keys[dim + 2, start:stop], keys[dim + 3, start:stop]
-                for token in range(stop - start):
-                    sums[token] += (
-                        weight0 * widen(keys0[token])
-                        + weight1 * widen(keys1[token])
-                        + weight2 * widen(keys2[token])
-                        + weight3 * widen(keys3[token])
-                    )
-                dim += 4
-            while dim < dims:
-                weight0, keys0 = query[each, dim], keys[dim, start:stop]
-                for token in range(stop - start):
-                    sums[token] += weight0 * widen(keys0[token])
-                dim += 1
+        for each in range(query.shape[0]):
+            line = scores[each, start:stop]
+            line[:] = np.float32(0)
+            score_one(query[each], keys, start, stop, line)
 
 
 @compiled

@@ -9,9 +9,10 @@ from torch import Tensor
 from infinigen_kv.errors import InfiniGenError
 from infinigen_kv.kernels import AddLowRank, Kernels
 from infinigen_kv.native.arrays import Array, as_array, as_flat
-from infinigen_kv.native.attend import append_partial, attend
+from infinigen_kv.native.attend import attend
 from infinigen_kv.native.choose import choose
 from infinigen_kv.native.low_rank import add_low_rank
+from infinigen_kv.native.partial_keys import append_partial
 from infinigen_kv.native.resident_set import NativeResidentSet
 from infinigen_kv.pool.entries import Entries
 from infinigen_kv.rehearsal.partial_keys import PartialKeys

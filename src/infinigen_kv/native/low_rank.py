@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from infinigen_kv.native.numbers import compiled, store, widen
+from infinigen_kv.native.numbers import add, compiled, store, widen
 
 
 @compiled
@@ -77,6 +77,4 @@ def spread(narrow: Any, up: Any, sums: Any) -> None:
                 + weight3 * widen(line3[place])
             )
     for each in range(whole, rank):
-        weight, line = narrow[each], up[each]
-        for place in range(outputs):
-            sums[place] += weight * widen(line[place])
+        add(narrow[each], up[each], sums)

@@ -135,6 +135,13 @@ def exponential(number: np.float32) -> np.float32:
 
 
 @compiled
+def add(weight: np.float32, value: Any, sums: Any) -> None:
+    """``sums += weight * value``."""
+    for place in range(len(sums)):
+        sums[place] += weight * widen(value[place])
+
+
+@compiled
 def peak(line: Any) -> Any:
     """The largest number, NaN left out. In lanes, since a compiler that minds NaN makes no vectors
     of a maximum over one line.

@@ -72,7 +72,7 @@ class Policy:
         """The entries of a step with several queries; None for everything."""
         return None
 
-    def tail(self, selection: Selection, step: Step) -> Tail | None:
+    def tail(self, selection: Selection) -> Tail | None:
         """What stands for the tokens that ``selection``, of one query per row, leaves out; None for
         nothing, as if they had no weight.
         """

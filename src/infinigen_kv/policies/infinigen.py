@@ -135,7 +135,7 @@ class InfiniGenPolicy(Policy):
         scores = self._partial_keys.scores(query, self._layer.scaling, self._layer.softcap)
         return choose(scores, step.candidates, self._layer.alpha)
 
-    def tail(self, selection: Selection, step: Step) -> Tail | None:
+    def tail(self, selection: Selection) -> Tail | None:
         if self._value_map is None:
             return None
         assert self._partial_keys is not None
