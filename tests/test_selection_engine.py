@@ -19,9 +19,10 @@ from calibrating import calibrate_tiny, feed, left_padded, run, selecting, token
 from infinigen_kv import InfiniGenCache, InfiniGenConfig, attach
 from infinigen_kv.generate import prefill
 from infinigen_kv.kernels import find_kernels
-from infinigen_kv.policies.infinigen import InfiniGenPolicy, RehearsalLayer
+from infinigen_kv.policies.infinigen import InfiniGenPolicy
 from infinigen_kv.pool.pool import LocalPool
 from infinigen_kv.recorder import FetchRecorder
+from infinigen_kv.rehearsal.layer import RehearsalLayer
 from infinigen_kv.step import Step
 from naive import NaiveSelection
 from selections import Sets, as_sets, heads_of

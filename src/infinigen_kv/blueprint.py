@@ -10,7 +10,6 @@ from infinigen_kv.cache import InfiniGenCache
 from infinigen_kv.offloaded import OffloadedLayer
 from infinigen_kv.paged_storage import PagedStorage
 from infinigen_kv.policies import FullPolicy, Policy
-from infinigen_kv.policies.infinigen import RehearsalLayer
 from infinigen_kv.policies.registry import (
     CachePlan,
     PolicyParts,
@@ -20,6 +19,7 @@ from infinigen_kv.policies.registry import (
 from infinigen_kv.policies.scoring import Scoring
 from infinigen_kv.policies.settings import PolicySettings
 from infinigen_kv.predict import QueryPredictor
+from infinigen_kv.rehearsal.layer import RehearsalLayer
 from infinigen_kv.storage import Storage
 from infinigen_kv.storage_config import StorageConfig
 

@@ -18,7 +18,7 @@ from infinigen_kv.calibration import Calibration
 from infinigen_kv.config import PROMPT_CHUNK, InfiniGenConfig
 from infinigen_kv.errors import InputError
 from infinigen_kv.fidelity import forgetting
-from infinigen_kv.generate import forward, prefill
+from infinigen_kv.generate import decode, forward, prefill
 from infinigen_kv.link import LinkSpec
 from infinigen_kv.paper_link import paper_link_rate
 from infinigen_kv.progress import Progress, no_progress
@@ -176,9 +176,8 @@ def _run(
             tokens, seconds = _answer(session, cache, logits, new_tokens, end_tokens)
     answer = torch.tensor([forced or tokens], device=logits.device)
     cache.recorder = recorder
-    with cache.decoding():
-        pieces = answer.split(1 if limited else answer.shape[1], dim=1)
-        logits = torch.cat([forward(session.model, piece, cache)[0] for piece in pieces]).float()
+    pieces = answer.split(1 if limited else answer.shape[1], dim=1)
+    logits = torch.cat([decode(session.model, piece, cache)[0] for piece in pieces]).float()
     return _Run(tokens, logits, recorder, seconds, prompt_seconds)
 
 

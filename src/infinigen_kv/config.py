@@ -20,6 +20,7 @@ OWN_DEFAULTS: dict[str, dict[str, Any]] = {
         "recent_tokens": 32,
         "sink_tokens": 1,
         "tail": True,
+        "refit_every": 256,
     },
     "paper": {
         "alpha": 5.0,
@@ -27,6 +28,7 @@ OWN_DEFAULTS: dict[str, dict[str, Any]] = {
         "recent_tokens": 0,
         "sink_tokens": 0,
         "tail": False,
+        "refit_every": 0,
     },
 }
 """What each rehearsal uses for settings that are None; ``paper`` as published for Llama models."""
@@ -41,7 +43,7 @@ class InfiniGenConfig:
     rehearsal
         ``calibrated``: fitted query predictor and the best rank-R score; ``paper``: skewed partial
         weights (OSDI 2024, section 4.3). Each has its own defaults for the next four settings
-        and ``tail`` (`OWN_DEFAULTS`), which None stands for.
+        ``tail`` and ``refit_every`` (`OWN_DEFAULTS`), which None stands for.
     alpha
         A token is wanted when its predicted score is within ``alpha`` of the head's highest one
         (section 4.3; natural-log units, since scores are exponents of the softmax). One number for
@@ -63,6 +65,12 @@ class InfiniGenConfig:
         Whether what a step leaves behind is estimated from the partial keys (`rehearsal.tail`); if
         not, it has no weight, as in the paper. Only the calibrated rehearsal knows how.
 
+    refit_every
+        Tokens after which a row's partial dimensions, and the values that stand for what a step
+        leaves behind, are fitted anew to all tokens so far; sooner where the last fit knew fewer
+        tokens than that. 0 keeps those of the prompt, as the paper does. Only for the calibrated
+        rehearsal.
+
     Raises
     ------
     InputError
@@ -79,6 +87,7 @@ class InfiniGenConfig:
     first_layer: int = 1
     min_context: int = 256
     tail: bool = None  # type: ignore[assignment]
+    refit_every: int = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         if self.rehearsal not in get_args(RehearsalName):
@@ -93,6 +102,12 @@ class InfiniGenConfig:
         self._check_integer("recent_tokens", 0)
         self._check_integer("sink_tokens", 0)
         self._check_integer("min_context", 1)
+        self._check_integer("refit_every", 0)
+        if self.refit_every and self.rehearsal == "paper":
+            raise InputError(
+                f"refit_every={self.refit_every} is not valid with rehearsal='paper', which keeps "
+                "the prompt's columns; leave refit_every out, or use rehearsal='calibrated'"
+            )
         if not isinstance(self.tail, bool):
             raise _invalid("tail", self.tail, "True or False")
         if self.tail and self.rehearsal == "paper":

@@ -18,7 +18,7 @@ from infinigen_kv.cache import InfiniGenCache
 from infinigen_kv.calibration import Calibration
 from infinigen_kv.config import PROMPT_CHUNK, InfiniGenConfig
 from infinigen_kv.errors import InputError
-from infinigen_kv.generate import forward, prefill
+from infinigen_kv.generate import decode, forward, prefill
 from infinigen_kv.progress import Progress, no_progress
 from infinigen_kv.recorder import FidelityRecorder
 from infinigen_kv.session import Session, attach
@@ -139,9 +139,9 @@ def _measure(
     """
     blocks = decoded.tensor_split(math.ceil(decoded.shape[1] / BLOCK), dim=1)
     cache.recorder = recorder
-    with forgetting(cache), cache.decoding():
+    with forgetting(cache):
         selected = [
-            forward(session.model, block, cache) for block in progress(blocks, "selected attention")
+            decode(session.model, block, cache) for block in progress(blocks, "selected attention")
         ]
     cache.recorder = None
     # a single token would otherwise be a decode step, which selects
@@ -169,15 +169,18 @@ def forgetting(cache: InfiniGenCache) -> Iterator[None]:
     """Take back what the block adds to the cache, also where it fails.
 
     `crop` cannot, once a sliding layer's window is full; but such a layer never writes into its
-    tensors, so that a shallow copy of it keeps its state.
+    tensors, so that a shallow copy of it keeps its state. So does one of a policy, which forgets
+    what it has learned from the tokens.
     """
     length = cache.get_seq_length()
+    policies = [copy(layer.policy) for layer in cache.offloaded]
     before = [copy(layer) if layer.is_sliding else layer for layer in cache.layers]
     try:
         yield
     finally:
         cache.layers = before
-        for layer in cache.offloaded:
+        for layer, policy in zip(cache.offloaded, policies, strict=True):
+            layer.policy = policy
             layer.truncate(length)
 
 

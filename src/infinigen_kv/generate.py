@@ -36,6 +36,26 @@ def forward(
     ).logits
 
 
+def decode(model: PreTrainedModel, token_ids: Tensor, cache: InfiniGenCache) -> Tensor:
+    """Logits ``(B, Q, V)`` of tokens ``(B, Q)`` that select, as if each were a decode step.
+
+    In as few forwards as that allows.
+    """
+    logits = []
+    with cache.decoding():
+        while token_ids.shape[1] > 0:
+            count = _until_refit(cache) or token_ids.shape[1]
+            logits.append(forward(model, token_ids[:, :count], cache))
+            token_ids = token_ids[:, count:]
+    return torch.cat(logits, dim=1)
+
+
+def _until_refit(cache: InfiniGenCache) -> int | None:
+    length = cache.get_seq_length()
+    each = [layer.policy.until_refit(length) for layer in cache.offloaded]
+    return min((tokens for tokens in each if tokens is not None), default=None)
+
+
 def timed_forward(model: PreTrainedModel, token_ids: Tensor, cache: Any) -> tuple[Tensor, float]:
     """As `forward`, and the milliseconds that it took; a GPU is waited for."""
     started = time.perf_counter()

@@ -163,7 +163,7 @@ class OffloadedLayer(CacheLayerMixin):
             tail=self.policy.tail(selection),
         )
         slots = pool.append(keys, values)
-        self.policy.observe(query, keys, step, pool, slots)
+        self.policy.observe(query, keys, values, step, pool, slots)
         if weights is not None:
             self.policy.attended(weights, selection, step)
         if step.recorder is not None:
@@ -186,9 +186,9 @@ class OffloadedLayer(CacheLayerMixin):
         if step.recorder is not None and step.recorder.needs_keys:
             step.recorder.see(self.spec, query, keys, step, pool, None)
         all_keys, all_values, slots = pool.extend(keys, values)
-        self.policy.observe(query, keys, step, pool, slots)
+        self.policy.observe(query, keys, values, step, pool, slots)
         if step.may_end_prompt:
-            self.policy.finish_prompt(all_keys, all_values, step, slots)
+            self.policy.finish_prompt(all_keys, step, slots)
         picked = None
         if step.selecting and step.queries > 1:
             picked = self.policy.select(step, pool)

@@ -17,11 +17,12 @@ from calibrating import calibrate_tiny, left_padded, run, selecting, tokens
 from infinigen_kv import attach
 from infinigen_kv.kernels import TorchKernels
 from infinigen_kv.policies import settings
-from infinigen_kv.policies.infinigen import InfiniGenPolicy, RehearsalLayer
+from infinigen_kv.policies.infinigen import InfiniGenPolicy
 from infinigen_kv.policies.oracle import OraclePolicy
 from infinigen_kv.policies.scoring import Scoring
 from infinigen_kv.pool.pool import LocalPool
 from infinigen_kv.recorder import FetchRecorder
+from infinigen_kv.rehearsal.layer import RehearsalLayer
 from infinigen_kv.step import Step
 from naive_baselines import (
     Chooser,

@@ -164,6 +164,16 @@ class SelectionOptions:
         ),
     ] = None
 
+    refit_every: Annotated[
+        int | None,
+        _selection(
+            "--refit-every",
+            "N",
+            "Decoded tokens after which the rehearsal is fitted anew (0: never). "
+            f"{_own('refit_every')}",
+        ),
+    ] = None
+
     def given(self) -> list[str]:
         """Names of the options that were typed."""
         return [_typed(name) for name, value in asdict(self).items() if value is not None]

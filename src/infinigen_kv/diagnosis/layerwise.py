@@ -10,7 +10,7 @@ from torch import Tensor
 
 from infinigen_kv.cache import InfiniGenCache
 from infinigen_kv.fidelity import forgetting
-from infinigen_kv.generate import forward, prefill
+from infinigen_kv.generate import decode, prefill
 from infinigen_kv.policies import FullPolicy
 from infinigen_kv.session import Session
 
@@ -46,8 +46,8 @@ class LayerwiseKL:
     def _scores(self, layers: Collection[int]) -> Tensor:
         """Log-probabilities ``(T, V)``, float32."""
         cache = self._cache
-        with forgetting(cache), selecting_only(cache, layers), cache.decoding():
-            logits = forward(self._session.model, self._decoded, cache)
+        with forgetting(cache), selecting_only(cache, layers):
+            logits = decode(self._session.model, self._decoded, cache)
         return logits[0].float().log_softmax(-1)
 
 

@@ -12,7 +12,7 @@ from infinigen_kv.cache import InfiniGenCache
 from infinigen_kv.calibration import Calibration
 from infinigen_kv.evals.misses import Misses, MissRecorder
 from infinigen_kv.evals.traffic import held_bytes, token_bytes
-from infinigen_kv.generate import forward, prefill
+from infinigen_kv.generate import decode, forward, prefill
 from infinigen_kv.policies.registry import check_policy
 from infinigen_kv.policies.settings import BUDGET
 from infinigen_kv.recorder import FetchRecorder
@@ -153,8 +153,7 @@ class Reading:
             return
         for block in tokens.to(model.device).split(BLOCK):
             pieces = block.split(1 if self._stepwise else BLOCK)
-            with self._cache.decoding():
-                fed = [forward(model, piece[None], self._cache)[0] for piece in pieces]
+            fed = [decode(model, piece[None], self._cache)[0] for piece in pieces]
             logits = torch.cat(fed).float()
             check_logits(logits)
             self.last = logits[-1]

@@ -204,7 +204,7 @@ class LayerPlanner:
             statistics = _held(Magnitudes.start(keys, skew))
             statistics -= skew.nbytes if self.request.unified else 0
         else:
-            statistics = _held(Moments.start(keys))
+            statistics = _held(Moments.start(keys, keys if config.tail else None))
             # `QueryPredictor`: down and up
             hidden, query = self.request.geometry.hidden_size, layer.num_heads * layer.head_dim
             corrected += self.request.rank * (hidden + 1 + query)
@@ -241,7 +241,11 @@ class LayerPlanner:
 
 
 def _held(holder: object) -> int:
-    """Bytes of a dataclass of tensors, shared ones once."""
+    """Bytes of a dataclass of tensors, and of such dataclasses; shared ones once."""
     found = [getattr(holder, each.name) for each in fields(holder)]  # type: ignore[arg-type]
-    tensors = {id(each): each.nbytes for each in found if each is not None}
-    return sum(tensors.values())
+    sizes = {
+        id(each): each.nbytes if isinstance(each, Tensor) else _held(each)
+        for each in found
+        if each is not None
+    }
+    return sum(sizes.values())

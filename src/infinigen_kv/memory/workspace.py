@@ -73,9 +73,9 @@ class Workspace:
         """Embeddings, the block's input, the normed one; query, key, value and the output."""
         heads, kv_heads = layer.num_heads, layer.num_kv_heads
         tensors = self._activations(3, (2 * heads + 2 * kv_heads) * layer.head_dim)
-        # `Moments.observe`: the queries twice, the keys three times, in float32
+        # `Moments.observe`: the queries twice, the keys three times, in float32, the values twice
         block = min(TOKEN_BLOCK, self.planner.request.chunk)
-        statistics = block * (2 * heads + 3 * kv_heads) * layer.head_dim * FLOAT
+        statistics = block * (2 * heads + 5 * kv_heads) * layer.head_dim * FLOAT
         attending = max(statistics, self._scores(layer))
         earlier = self._earlier(layer, packed=True)
         if earlier == 0:

@@ -52,20 +52,26 @@ class Policy:
         return None
 
     def observe(
-        self, query: Tensor, keys: Tensor, step: Step, pool: Pool, slots: Tensor | None
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        step: Step,
+        pool: Pool,
+        slots: Tensor | None,
     ) -> None:
-        """See the new tokens' queries ``(B, H, Q, D)`` and keys ``(B, H_kv, Q, D)``.
+        """See the new tokens' queries ``(B, H, Q, D)``, keys ``(B, H_kv, Q, D)`` and values ``(B,
+        H_kv, Q, D_v)``.
 
         They are in the pool by now, in ``slots`` ``(B, Q)`` (-1: dropped at once), or at the end
         where that is None.
         """
 
-    def finish_prompt(self, keys: Tensor, values: Tensor, step: Step, slots: Tensor | None) -> None:
+    def finish_prompt(self, keys: Tensor, step: Step, slots: Tensor | None) -> None:
         """Called after `observe` with what may be a prompt's last tokens (`Step.may_end_prompt`).
 
-        ``keys`` ``(B, H_kv, T, D)`` and ``values`` ``(B, H_kv, T, D_v)`` are all there are by now,
-        the new ones last and untouched by any codec. They are on the device, which later only the
-        pool can do again.
+        ``keys`` ``(B, H_kv, T, D)`` are all there are by now, the new ones last and untouched by
+        any codec. They are on the device, which later only the pool can do again.
         """
 
     def select(self, step: Step, pool: Pool) -> Selection | None:
@@ -80,6 +86,12 @@ class Policy:
 
     def tails(self) -> tuple[PartialKeys, ValueMap] | None:
         """As `tail`, after `select`; for all that there is by now, the new tokens included."""
+        return None
+
+    def until_refit(self, length: int) -> int | None:
+        """Tokens that one forward on top of ``length`` may bring, if each is to see what it would
+        as a decode step of its own; None for any number.
+        """
         return None
 
     def attended(self, weights: Tensor, selection: Selection | None, step: Step) -> None:

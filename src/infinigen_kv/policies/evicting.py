@@ -101,7 +101,13 @@ class EvictingPolicy(Policy):
         self._state = self._after(state, weights, step, 0)
 
     def observe(
-        self, query: Tensor, keys: Tensor, step: Step, pool: Pool, slots: Tensor | None
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        step: Step,
+        pool: Pool,
+        slots: Tensor | None,
     ) -> None:
         if step.queries == 1:
             return  # `attended` says it all

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -15,33 +13,15 @@ from infinigen_kv.config import InfiniGenConfig
 from infinigen_kv.kernels import Kernels
 from infinigen_kv.policies.base import Policy
 from infinigen_kv.pool.pool import Pool
+from infinigen_kv.rehearsal.layer import RehearsalLayer
 from infinigen_kv.rehearsal.partial_keys import PartialKeys
+from infinigen_kv.rehearsal.recent import DecodedToken, RecentTokens
 from infinigen_kv.rehearsal.select import Candidates, Selection, choose, group_margin
-from infinigen_kv.rehearsal.statistics import Magnitudes, Moments, PromptStatistics
+from infinigen_kv.rehearsal.statistics import Magnitudes, Moments, Projection, PromptStatistics
 from infinigen_kv.rehearsal.tail import Tail, ValueMap
 from infinigen_kv.step import Step
 
 LAST_QUERIES = 16  # of a prompt; they tell best what the first steps will want
-
-PredictQuery = Callable[[Tensor, Step], Tensor]
-"""``(hidden (B, Q, M), step) -> (B, H, Q, D)``: this layer's query from the previous layer."""
-
-
-@dataclass(frozen=True, slots=True)
-class RehearsalLayer:
-    """What the rehearsal of one layer needs from the model and its calibration."""
-
-    predict_query: PredictQuery
-    skew: Tensor | None
-    """``(H_kv, D, D)`` for the paper's rehearsal, None for the calibrated one."""
-    scaling: float
-    softcap: float | None
-    alpha: float
-    """The layer's own, see `InfiniGenConfig`."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> RehearsalLayer:
-        """The same one: copies of a cache share the model's weights."""
-        return self
 
 
 class InfiniGenPolicy(Policy):
@@ -65,7 +45,17 @@ class InfiniGenPolicy(Policy):
         self._value_map: ValueMap | None = None
         self._allowed: Tensor | None = None
         self._fitted: tuple[bool, ...] = ()
+        self._next_fit: tuple[int, ...] = ()  # tokens held, padding included, that call for another
+        self._recent = RecentTokens()
         self._pending_query: Tensor | None = None
+
+    def __copy__(self) -> InfiniGenPolicy:
+        """One that goes its own way: what this one learns later, it does not."""
+        other = InfiniGenPolicy(self._layer, self._config, self._kernels)
+        other.__dict__.update(self.__dict__)
+        other._statistics, other._partial_keys = copy(self._statistics), copy(self._partial_keys)
+        other._recent = self._recent.copy()
+        return other
 
     @property
     def nbytes(self) -> int:
@@ -76,6 +66,8 @@ class InfiniGenPolicy(Policy):
         return self._layer.predict_query(hidden, step)
 
     def rehearse(self, query: Tensor, step: Step, pool: Pool) -> Selection | None:
+        if self._next_fit and step.start >= min(self._next_fit):
+            self._refit(step.start)
         if step.queries > 1:
             self._pending_query = query
             return None
@@ -93,16 +85,26 @@ class InfiniGenPolicy(Policy):
         )
 
     def observe(
-        self, query: Tensor, keys: Tensor, step: Step, pool: Pool, slots: Tensor | None
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        step: Step,
+        pool: Pool,
+        slots: Tensor | None,
     ) -> None:
         if not step.selecting:
-            self._accumulate(query, keys, step, step.new_weight)
+            self._accumulate(query, keys, values, step, step.new_weight)
             self._fitted = ()  # the partial keys are behind: fit again when selection resumes
+            self._next_fit = ()
             return
         if step.some_query_is_exact:
-            self._accumulate(query, keys, step, step.exact_weight)
+            self._accumulate(query, keys, values, step, step.exact_weight)
         # among several queries those that select learn from the exact ones before them
-        if step.queries > 1 and self._fit(step, pool):
+        fitted = step.queries > 1 and self._fit(step, pool)
+        if self._next_fit:
+            self._learn(query, keys, values, step)
+        if fitted:
             return
         assert self._partial_keys is not None
         if slots is not None:
@@ -112,7 +114,7 @@ class InfiniGenPolicy(Policy):
         else:
             self._partial_keys.append(keys)
 
-    def finish_prompt(self, keys: Tensor, values: Tensor, step: Step, slots: Tensor | None) -> None:
+    def finish_prompt(self, keys: Tensor, step: Step, slots: Tensor | None) -> None:
         """Fit while the prompt's keys pass through the device; tokens that follow undo that."""
         if step.start > 0 and (step.prompt_ends is None or slots is not None):
             return  # more may come, or the order of the keys is not that of the slots
@@ -124,10 +126,9 @@ class InfiniGenPolicy(Policy):
         self._partial_keys = PartialKeys(keys, projection, empty=slots is not None)
         if slots is not None:  # the pool has dropped some of these tokens
             self._partial_keys.write(slots, keys)
-        if self._config.tail:
-            real = None if step.visible is None else step.visible.to(keys.device).float()
-            self._value_map = ValueMap.fit(projection, keys, values, real)
+        self._value_map = self._fit_values(projection)
         self._fitted = tuple(long.expand(step.rows).tolist())
+        self._plan_fits((True,) * step.rows, step.start + step.queries)
 
     def select(self, step: Step, pool: Pool) -> Selection | None:
         query, self._pending_query = self._pending_query, None
@@ -167,6 +168,7 @@ class InfiniGenPolicy(Policy):
         if length == 0:
             self._forget()
         elif self._partial_keys is not None:
+            self._recent.drop(self._partial_keys.length - length)
             self._partial_keys.truncate(length)
 
     def take_rows(self, index: Tensor) -> None:
@@ -176,15 +178,77 @@ class InfiniGenPolicy(Policy):
             self._partial_keys.take_rows(index)
         if self._value_map is not None:
             self._value_map = self._value_map.rows(index.to(self._value_map.base.device))
-        self._fitted = tuple(self._fitted[row] for row in index.tolist()) if self._fitted else ()
+        rows = index.tolist()
+        self._fitted = tuple(self._fitted[row] for row in rows) if self._fitted else ()
+        self._next_fit = tuple(self._next_fit[row] for row in rows) if self._next_fit else ()
+        self._recent = self._recent.rows(index)
 
-    def _accumulate(self, query: Tensor, keys: Tensor, step: Step, weight: Tensor | None) -> None:
+    def until_refit(self, length: int) -> int | None:
+        if not self._next_fit:
+            return None
+        return max(1, min(self._next_fit) - length)
+
+    def _accumulate(
+        self, query: Tensor, keys: Tensor, values: Tensor, step: Step, weight: Tensor | None
+    ) -> None:
         if weight is not None:
             weight = weight.to(keys.device)
         if self._statistics is None:
-            skew = self._layer.skew
-            self._statistics = Moments.start(keys) if skew is None else Magnitudes.start(keys, skew)
-        self._statistics.observe(query, keys, step.before.to(keys.device), weight)
+            self._statistics = self._empty_statistics(keys, values)
+        self._recent.move_into(self._statistics)
+        self._statistics.observe(query, keys, step.before.to(keys.device), weight, values)
+
+    def _empty_statistics(self, keys: Tensor, values: Tensor) -> PromptStatistics:
+        if self._layer.skew is not None:
+            return Magnitudes.start(keys, self._layer.skew)
+        return Moments.start(keys, values if self._config.tail else None)
+
+    def _learn(self, query: Tensor, keys: Tensor, values: Tensor, step: Step) -> None:
+        """Let the sums follow the tokens that select."""
+        weight = step.new_weight
+        if step.some_query_is_exact:
+            selecting = (~step.exact_queries).float()
+            weight = selecting.expand(step.rows, -1) if weight is None else weight * selecting
+        if step.queries > 1:
+            self._accumulate(query, keys, values, step, weight)
+            return
+        if weight is not None:
+            weight = weight.to(keys.device)
+        before = step.before.to(keys.device)
+        self._recent.add(DecodedToken(query, keys, values, before, weight))
+        if self._recent.is_full:
+            assert self._statistics is not None
+            self._recent.move_into(self._statistics)
+
+    def _plan_fits(self, rows: tuple[bool, ...], length: int) -> None:
+        """These rows were fitted when all held ``length`` tokens, padding included."""
+        every = self._config.refit_every
+        if not isinstance(self._statistics, Moments) or every == 0:
+            return
+        known = self._statistics.count.flatten().tolist()
+        before = self._next_fit or (length,) * len(rows)
+        self._next_fit = tuple(
+            length + min(every, max(1, int(count))) if fitted else old
+            for fitted, count, old in zip(rows, known, before, strict=True)
+        )
+
+    def _refit(self, length: int) -> None:
+        """Choose the partial dimensions anew of the rows that have grown enough since.
+
+        Those of the prompt fit less and less what comes later. The partial keys are turned into the
+        new ones, see `PartialKeys.recoded`, so that no key has to be moved.
+        """
+        moments, partial = self._statistics, self._partial_keys
+        if partial is None or not isinstance(moments, Moments):
+            return
+        self._recent.move_into(moments)
+        due = tuple(length >= each for each in self._next_fit)
+        keep = torch.tensor([not each for each in due], device=moments.device)
+        old = partial.projection
+        new = moments.projection(old.key.shape[3]).with_rows(keep, old)
+        self._partial_keys = partial.recoded(new, moments, keep)
+        self._value_map = self._fit_values(new, keep)
+        self._plan_fits(due, length)
 
     def _fit(self, step: Step, pool: Pool) -> bool:
         """Choose the partial dimensions of the rows that newly select, and write partial keys of
@@ -199,44 +263,30 @@ class InfiniGenPolicy(Policy):
         if not any(missing):
             return False
         assert self._statistics is not None
-        keys, values = pool.all()
+        keys, _ = pool.all()
         new = self._statistics.projection(self._config.partial_dim(keys.shape[3]))
         old = self._partial_keys
         keep = torch.tensor([not each for each in missing], device=keys.device)
         if old is not None:
             new = new.with_rows(keep, old.projection)
         self._partial_keys = PartialKeys(keys, new)
-        if self._config.tail:
-            self._value_map = self._fit_values(keys, values, keep, step, pool)
+        self._value_map = self._fit_values(new, keep)
+        held = step.start if step.queries == 1 else step.start + step.queries
+        self._plan_fits(tuple(missing), held)
         self._fitted = tuple(a or b for a, b in zip(fitted, missing, strict=True))
         return True
 
-    def _fit_values(
-        self, keys: Tensor, values: Tensor, keep: Tensor, step: Step, pool: Pool
-    ) -> ValueMap:
-        """Of all that is in the pool, but for the rows in ``keep`` as it was."""
-        assert self._partial_keys is not None
-        real = _known(step, pool, keys)
-        new = ValueMap.fit(self._partial_keys.projection, keys, values, real)
-        return new if self._value_map is None else new.with_rows(keep, self._value_map)
+    def _fit_values(self, projection: Projection, keep: Tensor | None = None) -> ValueMap | None:
+        """From the sums so far, but for the rows in ``keep`` as it was."""
+        if not self._config.tail:
+            return None
+        assert isinstance(self._statistics, Moments)
+        new = ValueMap.fit(projection, self._statistics)
+        if keep is None or self._value_map is None:
+            return new
+        return new.with_rows(keep, self._value_map)
 
 
 def _candidates(step: Step, pool: Pool) -> Candidates:
     positions = pool.positions
     return step.candidates if positions is None else HeldCandidates(step, positions)
-
-
-def _known(step: Step, pool: Pool, keys: Tensor) -> Tensor | None:
-    """``(B, T)`` float, 0 for padding and for what comes after the first query that selects, among
-    the tokens of the pool; None where all count.
-    """
-    visible, positions = step.visible, pool.positions
-    if positions is not None:
-        held = None if visible is None else visible.to(positions.device).gather(1, positions)
-        return None if held is None else held.to(keys.device).float()
-    past = keys.new_ones(step.rows, step.start, dtype=torch.float32)
-    if visible is not None:
-        past = visible[:, : step.start].to(past)
-    if keys.shape[2] == step.start:
-        return None if visible is None else past
-    return torch.cat([past, step.exact_weight.to(past)], dim=1)

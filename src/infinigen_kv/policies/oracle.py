@@ -59,9 +59,15 @@ class OraclePolicy(Policy):
         return self._best(query, counts, candidates)
 
     def observe(
-        self, query: Tensor, keys: Tensor, step: Step, pool: Pool, slots: Tensor | None
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        step: Step,
+        pool: Pool,
+        slots: Tensor | None,
     ) -> None:
-        self._rehearsing.observe(query, keys, step, pool, slots)
+        self._rehearsing.observe(query, keys, values, step, pool, slots)
         if self._keys is None:
             rows, heads, _, dim = keys.shape
             self._keys = TokenBuffer(rows, heads, dim, dtype=keys.dtype, device=keys.device)
@@ -76,6 +82,9 @@ class OraclePolicy(Policy):
         chosen = self._rehearsing.select(step, pool)
         assert query is not None and chosen is not None
         return self._best(query, _counts(chosen), step.candidates)
+
+    def until_refit(self, length: int) -> int | None:
+        return self._rehearsing.until_refit(length)
 
     def likely(self, count: int, query: Tensor, keys: Tensor, step: Step) -> Tensor | None:
         return self._rehearsing.likely(count, query, keys, step)

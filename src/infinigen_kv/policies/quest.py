@@ -63,7 +63,13 @@ class QuestPolicy(Policy):
         return self._chosen(query, step, 0)
 
     def observe(
-        self, query: Tensor, keys: Tensor, step: Step, pool: Pool, slots: Tensor | None
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        step: Step,
+        pool: Pool,
+        slots: Tensor | None,
     ) -> None:
         if self._bounds is None:
             rows, heads, _, dim = keys.shape

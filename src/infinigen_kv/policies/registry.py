@@ -15,13 +15,14 @@ from infinigen_kv.errors import InputError
 from infinigen_kv.kernels import Kernels
 from infinigen_kv.policies.base import Policy
 from infinigen_kv.policies.h2o import H2OPolicy
-from infinigen_kv.policies.infinigen import InfiniGenPolicy, RehearsalLayer
+from infinigen_kv.policies.infinigen import InfiniGenPolicy
 from infinigen_kv.policies.oracle import OraclePolicy
 from infinigen_kv.policies.quest import QuestPolicy
 from infinigen_kv.policies.scissorhands import ScissorhandsPolicy
 from infinigen_kv.policies.scoring import Scoring
 from infinigen_kv.policies.settings import PolicySettings
 from infinigen_kv.policies.streaming_llm import StreamingLLMPolicy
+from infinigen_kv.rehearsal.layer import RehearsalLayer
 from infinigen_kv.storage_config import StorageConfig, hard_layers
 
 

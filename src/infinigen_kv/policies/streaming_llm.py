@@ -47,7 +47,13 @@ class StreamingLLMPolicy(Policy):
         return self.plan(step, pool)
 
     def observe(
-        self, query: Tensor, keys: Tensor, step: Step, pool: Pool, slots: Tensor | None
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        step: Step,
+        pool: Pool,
+        slots: Tensor | None,
     ) -> None:
         self._heads, self._device = keys.shape[1], keys.device
 

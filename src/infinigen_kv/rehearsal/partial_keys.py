@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from copy import copy
+
 import torch
 from torch import Tensor
 
-from infinigen_kv.rehearsal.statistics import Projection
+from infinigen_kv.rehearsal.statistics import Moments, Projection
 
 GROWTH = 1.5
 SPARE_TOKENS = 512  # room for appends before the storage has to grow
+CODED_AT_ONCE = 4096  # tokens of which `PartialKeys.recoded` has float32 copies
+LEAST = 1e-12  # of a ridge, where partial keys do not vary at all
+RIDGE = 1e-5  # of each direction's own spread: those that depend on one another stay solvable
 
 
 class PartialKeys:
@@ -89,6 +94,39 @@ class PartialKeys:
             odd = scores.isinf()  # a cap would hide it
             scores = (torch.tanh(scores / softcap) * softcap).masked_fill(odd, float("nan"))
         return scores.view(rows, kv_heads, heads // kv_heads, queries, self.length)
+
+    def recoded(self, projection: Projection, moments: Moments, keep: Tensor) -> PartialKeys:
+        """What ``projection`` would make of the keys, as far as these partial keys tell.
+
+        A key is guessed from its partial key z by least squares over all tokens of ``moments``,
+        ``mean + (z - mean z) W``, and the guess is projected: one affine map of z. No key has to be
+        moved for it.
+
+        Parameters
+        ----------
+        projection
+            Of all rows; where ``keep`` ``(B,)`` it is what it was, and so are the partial keys.
+        moments
+            Of the keys.
+        """
+        assert self.projection.offset is not None and projection.offset is not None
+        old, scatter, mean = self.projection.key, moments.key_scatter, moments.key_mean
+        spread = old.mT @ scatter @ old
+        ridge = torch.diag_embed(RIDGE * spread.diagonal(dim1=-2, dim2=-1) + LEAST)
+        guess = torch.linalg.solve(spread + ridge, old.mT @ scatter)  # W, (B, H_kv, R, D)
+        turn = guess @ projection.key
+        constant = (mean - projection.offset) @ projection.key
+        constant = constant - (mean - self.projection.offset) @ old @ turn
+        new = copy(self)
+        new.projection = projection
+        new.storage = _writable(tuple(self.storage.shape), self.storage)
+        pick = keep[:, None, None, None]
+        for start in range(0, self.length, CODED_AT_ONCE):
+            block = slice(start, min(start + CODED_AT_ONCE, self.length))
+            held = self.storage[..., block]
+            coded = (turn.mT @ held.float() + constant.mT).to(held.dtype)
+            new.storage[..., block] = torch.where(pick, held, coded)
+        return new
 
     def truncate(self, length: int) -> None:
         """Forget the tokens from ``length`` on; more than there are forgets none."""

@@ -7,7 +7,7 @@ Both kinds give the same thing, a `Projection`: the rehearsal's score of a token
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -64,7 +64,14 @@ class Projection:
 class PromptStatistics(ABC):
     """Sums over the tokens that a layer attended to in full."""
 
-    def observe(self, query: Tensor, key: Tensor, position: Tensor, weight: Tensor | None) -> None:
+    def observe(
+        self,
+        query: Tensor,
+        key: Tensor,
+        position: Tensor,
+        weight: Tensor | None,
+        value: Tensor | None = None,
+    ) -> None:
         """Add tokens.
 
         Parameters
@@ -75,14 +82,24 @@ class PromptStatistics(ABC):
             ``(B, Q)`` or ``(1, Q)`` number of real tokens before each, in its row.
         weight
             ``(B, Q)`` 0 for tokens that do not count (padding), or None.
+        value
+            ``(B, H_kv, Q, D_v)``, for sums that were started with values.
         """
         for start in range(0, key.shape[2], TOKEN_BLOCK):
             block = slice(start, start + TOKEN_BLOCK)
             some = None if weight is None else weight[:, block]
-            self._add(query[:, :, block], key[:, :, block], position[:, block], some)
+            values = None if value is None else value[:, :, block]
+            self._add(query[:, :, block], key[:, :, block], position[:, block], some, values)
 
     @abstractmethod
-    def _add(self, query: Tensor, key: Tensor, position: Tensor, weight: Tensor | None) -> None:
+    def _add(
+        self,
+        query: Tensor,
+        key: Tensor,
+        position: Tensor,
+        weight: Tensor | None,
+        value: Tensor | None,
+    ) -> None:
         """`observe`, of at most `TOKEN_BLOCK` tokens."""
 
     @abstractmethod
@@ -113,17 +130,26 @@ class Moments(PromptStatistics):
     key_outer: Tensor  # (B, H_kv, D, D)
     key_sum: Tensor  # (B, H_kv, 1, D)
     count: Tensor  # (B, 1, 1, 1)
+    values: ValueMoments | None = None
 
     @classmethod
-    def start(cls, key: Tensor) -> Moments:
-        """Empty sums for keys like ``key`` ``(B, H_kv, Q, D)``."""
+    def start(cls, key: Tensor, value: Tensor | None = None) -> Moments:
+        """Empty sums for keys like ``key`` ``(B, H_kv, Q, D)``, and for values like ``value``."""
         batch, heads, _, dim = key.shape
         square = torch.zeros(batch, heads, dim, dim, device=key.device)
         row = torch.zeros(batch, heads, 1, dim, device=key.device)
         count = torch.zeros(batch, 1, 1, 1, device=key.device)
-        return cls(row, square, square.clone(), row.clone(), count)
+        values = None if value is None else ValueMoments.start(key, value)
+        return cls(row, square, square.clone(), row.clone(), count, values)
 
-    def _add(self, query: Tensor, key: Tensor, position: Tensor, weight: Tensor | None) -> None:
+    def _add(
+        self,
+        query: Tensor,
+        key: Tensor,
+        position: Tensor,
+        weight: Tensor | None,
+        value: Tensor | None,
+    ) -> None:
         batch, heads, tokens, dim = key.shape
         weights = _column(weight, key)
         late = ((position.float() + 1) / POSITION_UNIT) ** POSITION_POWER
@@ -134,8 +160,12 @@ class Moments(PromptStatistics):
         self.query_outer = self.query_outer + weighted.mT @ queries.flatten(2, 3)
         total = weights.sum(2, keepdim=True)
         mean = (key.float() * weights).sum(2, keepdim=True) / total.clamp_min(1)
-        self.shift = torch.where(self.count == 0, mean, self.shift)
+        first = self.count == 0
+        self.shift = torch.where(first, mean, self.shift)
         centred = (key.float() - self.shift) * weights
+        if self.values is not None:
+            assert value is not None
+            self.values = self.values.with_tokens(value, centred, weights, first)
         self.key_outer = self.key_outer + centred.mT @ centred
         self.key_sum = self.key_sum + centred.sum(2, keepdim=True)
         self.count = self.count + total
@@ -147,17 +177,66 @@ class Moments(PromptStatistics):
                 "built; check the model's weights and dtype (float16 may overflow where bfloat16 "
                 "does not)"
             )
-        mean = self.key_sum / self.count.clamp_min(1)
-        covariance = self.key_outer - self.count * (mean.mT @ mean)
-        query, key = best_projections(self.query_outer, covariance, rank)
-        return Projection(query, key, self.shift + mean)
+        query, key = best_projections(self.query_outer, self.key_scatter, rank)
+        return Projection(query, key, self.key_mean)
+
+    @property
+    def key_mean(self) -> Tensor:
+        """``(B, H_kv, 1, D)``."""
+        return self.shift + self.key_sum / self.count.clamp_min(1)
+
+    @property
+    def key_scatter(self) -> Tensor:
+        """Sum of (k - mean)^T (k - mean), ``(B, H_kv, D, D)``."""
+        return self.key_outer - self.key_sum.mT @ self.key_sum / self.count.clamp_min(1)
 
     @property
     def device(self) -> torch.device:
         return self.key_sum.device
 
     def rows(self, index: Tensor) -> Moments:
-        return Moments(*(getattr(self, field.name)[index] for field in fields(self)))
+        return Moments(
+            self.shift[index],
+            self.query_outer[index],
+            self.key_outer[index],
+            self.key_sum[index],
+            self.count[index],
+            None if self.values is None else self.values.rows(index),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ValueMoments:
+    """First moments of values, and second ones with centred keys; values about ``shift``."""
+
+    shift: Tensor  # (B, H_kv, 1, D_v)
+    total: Tensor  # (B, H_kv, 1, D_v)
+    products: Tensor  # (B, H_kv, D, D_v)
+
+    @classmethod
+    def start(cls, key: Tensor, value: Tensor) -> ValueMoments:
+        """Empty sums for keys and values like these."""
+        batch, heads, _, width = value.shape
+        row = torch.zeros(batch, heads, 1, width, device=key.device)
+        products = torch.zeros(batch, heads, key.shape[3], width, device=key.device)
+        return cls(row, row.clone(), products)
+
+    def with_tokens(
+        self, value: Tensor, centred: Tensor, weights: Tensor, first: Tensor
+    ) -> ValueMoments:
+        """With tokens of these values ``(B, H_kv, Q, D_v)``, centred and weighted keys ``(B, H_kv,
+        Q, D)`` and weights ``(B, 1, Q, 1)``, in rows that have none yet where ``first``.
+        """
+        values = value.float()
+        mean = weights.mT @ values / weights.sum(2, keepdim=True).clamp_min(1)
+        shift = torch.where(first, mean, self.shift)
+        values = values - shift
+        total = self.total + weights.mT @ values
+        return ValueMoments(shift, total, self.products + centred.mT @ values)
+
+    def rows(self, index: Tensor) -> ValueMoments:
+        """The sums of the batch rows ``index``."""
+        return ValueMoments(self.shift[index], self.total[index], self.products[index])
 
 
 @dataclass(slots=True)
@@ -175,7 +254,14 @@ class Magnitudes(PromptStatistics):
         zeros = torch.zeros(batch, heads, dim, device=key.device)
         return cls(skew.to(key.device), zeros, zeros.clone())
 
-    def _add(self, query: Tensor, key: Tensor, position: Tensor, weight: Tensor | None) -> None:
+    def _add(
+        self,
+        query: Tensor,
+        key: Tensor,
+        position: Tensor,
+        weight: Tensor | None,
+        value: Tensor | None,
+    ) -> None:
         batch, heads, tokens, dim = key.shape
         weights = _column(weight, key)
         queries = query.float().reshape(batch, heads, -1, dim) @ self.skew

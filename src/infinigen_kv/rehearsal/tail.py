@@ -16,7 +16,7 @@ from torch import Tensor
 
 from infinigen_kv.attention import SCORES, grouped_scores
 from infinigen_kv.rehearsal.partial_keys import PartialKeys
-from infinigen_kv.rehearsal.statistics import TOKEN_BLOCK, Projection
+from infinigen_kv.rehearsal.statistics import Moments, Projection
 
 LEAST = 1e-12  # of the ridge, where partial keys do not vary at all
 
@@ -32,42 +32,29 @@ class ValueMap:
     slope: Tensor
 
     @classmethod
-    def fit(
-        cls, projection: Projection, keys: Tensor, values: Tensor, weight: Tensor | None = None
-    ) -> ValueMap:
-        """Ridge regression over the tokens of each row and head.
+    def fit(cls, projection: Projection, moments: Moments) -> ValueMap:
+        """Ridge regression over the tokens of each row and head, from their moments with values.
 
         Few tokens, or some that hardly vary in a direction, do not tell what values are like there,
         and those to come may go far along it. So the ridge is one token's mean square in the
         direction where partial keys are largest. One in proportion to each direction's own lets a
         prompt of 5 tokens guess values a thousand times too large.
-
-        Parameters
-        ----------
-        keys, values
-            ``(B, H_kv, T, D)`` and ``(B, H_kv, T, D_v)``.
-        weight
-            ``(B, T)`` 0 for tokens that do not count (padding), or None.
         """
-        rows, heads, tokens, _ = keys.shape
-        rank, width = projection.key.shape[3], values.shape[3]
-        products = keys.new_zeros(rows, heads, rank + 1, rank + 1 + width, dtype=torch.float32)
-        for start in range(0, tokens, TOKEN_BLOCK):
-            block = slice(start, start + TOKEN_BLOCK)
-            partial = projection.partial_keys(keys[:, :, block]).float()
-            known = torch.cat([torch.ones_like(partial[..., :1]), partial], dim=-1)
-            everything = torch.cat([known, values[:, :, block].float()], dim=-1)
-            if weight is not None:
-                known = known * weight[:, None, block, None]
-            products = products + known.mT @ everything
-        count = products[..., :1, :1].clamp_min(1)
-        means = products[..., :1, 1:] / count  # (B, H_kv, 1, R + D_v)
-        spread = products[..., 1:, 1:] - count * (means[..., :rank].mT @ means)
-        square, mixed = spread[..., :rank], spread[..., rank:]
-        largest = products[..., 1:, 1:].diagonal(dim1=-2, dim2=-1).amax(dim=-1)[..., None, None]
-        ridge = (largest / count).clamp_min(LEAST)
-        slope = torch.linalg.solve(square + ridge * torch.eye(rank).to(square), mixed)
-        return cls(means[..., rank:] - means[..., :rank] @ slope, slope.contiguous())
+        values, count = moments.values, moments.count.clamp_min(1)
+        assert values is not None
+        centre = moments.key_mean
+        if projection.offset is not None:
+            centre = centre - projection.offset
+        centre = centre @ projection.key  # of the partial keys, (B, H_kv, 1, R)
+        mean = values.total / count
+        back = projection.key.mT
+        square = back @ moments.key_scatter @ projection.key
+        mixed = back @ (values.products - moments.key_sum.mT @ mean)
+        spread = square.diagonal(dim1=-2, dim2=-1) / count[..., 0] + centre.squeeze(2).square()
+        ridge = spread.amax(dim=-1)[..., None, None].clamp_min(LEAST)
+        eye = torch.eye(square.shape[-1], device=square.device)
+        slope = torch.linalg.solve(square + ridge * eye, mixed)
+        return cls(values.shift + mean - centre @ slope, slope.contiguous())
 
     @property
     def nbytes(self) -> int:

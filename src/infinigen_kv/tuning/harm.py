@@ -167,7 +167,7 @@ class _Pass:
         spec = self._meter._layers.get(layer)
         if self._step is None or spec is None:
             if spec is not None:
-                self._observe(layer, query, keys)
+                self._observe(layer, query, keys, values)
             return dense_attention(query, keys, values, scaling=scaling, softcap=softcap, mask=mask)
         scores = grouped_scores(query, keys, scaling, softcap)
         allowed = self._step.candidates.allowed
@@ -177,24 +177,23 @@ class _Pass:
         own[..., place, self._step.start + place] = True
         output = _weighted(scores, allowed | own, values)
         with torch.no_grad():
-            partial = self._partial_keys(spec, keys)
+            moments = self._sums.pop(spec.index)
+            rank = self._meter._config.partial_dim(spec.head_dim)
+            partial = PartialKeys(keys, moments.projection(rank))
             chosen = [each | own for each in self._selections(spec, partial)]
             if self._meter._config.tail:
-                outputs = self._with_tails(query, keys, values, chosen, partial, spec)
+                value_map = ValueMap.fit(partial.projection, moments)
+                outputs = self._with_tails(query, keys, values, chosen, partial, value_map, spec)
             else:
                 outputs = [_weighted(scores, each, values) for each in chosen]
             self.changes[layer] = torch.cat([each - output for each in outputs]).float()
         self.offsets[layer] = torch.zeros_like(output, requires_grad=True)
         return output + self.offsets[layer]
 
-    def _observe(self, index: int, query: Tensor, keys: Tensor) -> None:
+    def _observe(self, index: int, query: Tensor, keys: Tensor, values: Tensor) -> None:
         position = torch.arange(keys.shape[2], device=keys.device)[None]
-        self._sums[index] = Moments.start(keys)
-        self._sums[index].observe(query, keys, position, None)
-
-    def _partial_keys(self, spec: LayerSpec, keys: Tensor) -> PartialKeys:
-        rank = self._meter._config.partial_dim(spec.head_dim)
-        return PartialKeys(keys, self._sums.pop(spec.index).projection(rank))
+        self._sums[index] = Moments.start(keys, values)
+        self._sums[index].observe(query, keys, position, None, values)
 
     def _selections(self, spec: LayerSpec, partial: PartialKeys) -> Iterator[Tensor]:
         """``(1, H_kv, Q, S)`` for each alpha."""
@@ -213,12 +212,11 @@ class _Pass:
         values: Tensor,
         attended: Sequence[Tensor],
         partial: PartialKeys,
+        value_map: ValueMap,
         spec: LayerSpec,
     ) -> list[Tensor]:
         """Attention ``(1, Q, H, D_v)`` to what is ``attended`` to, and to the rest as estimated."""
         assert self._step is not None
-        prompt = slice(0, self._step.start)
-        value_map = ValueMap.fit(partial.projection, keys[:, :, prompt], values[:, :, prompt])
         return [
             attention_in_blocks(
                 query, keys, values, each, partial, value_map, mask_of_no_tail(each, self._step),
