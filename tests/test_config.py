@@ -17,7 +17,13 @@ REALS: dict[str, tuple[list[Any], str]] = {
     "partial_ratio": ([0, 0.0, -0.1, 1.0001, 2], "a number in (0, 1]"),
     "max_fetch": ([0, 0.0, -0.1, 1.0001, 2, None], "a number in (0, 1]"),
 }
-INTEGERS = {"first_layer": 1, "recent_tokens": 0, "sink_tokens": 0, "min_context": 1}
+INTEGERS = {
+    "first_layer": 1,
+    "recent_tokens": 0,
+    "sink_tokens": 0,
+    "min_context": 1,
+    "refit_every": 0,
+}
 BAD: list[tuple[str, Any, str]] = [
     *(
         (name, value, allowed)
@@ -52,7 +58,7 @@ GOOD: list[tuple[str, Any]] = [
     ("sink_tokens", 0), ("sink_tokens", 4),
     ("min_context", 1), ("min_context", 100_000),
     ("rehearsal", "paper"), ("rehearsal", "calibrated"),
-    ("tail", True), ("tail", False),
+    ("tail", True), ("tail", False), ("refit_every", 0), ("refit_every", 10_000),
 ]  # fmt: skip
 
 
@@ -78,6 +84,14 @@ def test_the_tail_needs_scores_of_absolute_height() -> None:
     assert not InfiniGenConfig(rehearsal="paper").tail
     with pytest.raises(InputError, match="tail=True is not valid with rehearsal='paper'"):
         InfiniGenConfig(rehearsal="paper", tail=True)
+
+
+def test_only_the_calibrated_rehearsal_is_fitted_anew() -> None:
+    assert InfiniGenConfig().refit_every == 256
+    assert InfiniGenConfig(rehearsal="paper").refit_every == 0
+    message = "refit_every=64 is not valid with rehearsal='paper'"
+    with pytest.raises(InputError, match=message):
+        InfiniGenConfig(rehearsal="paper", refit_every=64)
 
 
 def test_every_field_is_covered_here() -> None:

@@ -118,7 +118,7 @@ def test_full_rank_with_an_exact_prediction_ranks_as_the_true_scores(
 
     prompt = _step(config, start=0, queries=count, selecting=False)
     pool.append(keys, values)
-    policy.observe(random(rows, heads, count, dim), keys, prompt, pool, None)
+    policy.observe(random(rows, heads, count, dim), keys, values, prompt, pool, None)
     step = _step(config, start=count, queries=1, selecting=True)
     selection = policy.rehearse(policy.predict(random(rows, 1, 8), step), step, pool)
     assert selection is not None

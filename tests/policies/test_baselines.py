@@ -129,7 +129,7 @@ def test_the_oracle_takes_infinigens_count_and_the_true_order(
     step = _step(config, visible, start=count, queries=1)
     for policy in (infinigen, oracle):
         prompt = _step(config, visible[:, :count], start=0, queries=count)
-        policy.observe(prompt_query, keys, prompt, pool, None)
+        policy.observe(prompt_query, keys, keys, prompt, pool, None)
     theirs = infinigen.rehearse(predicted, step, pool)
     assert oracle.rehearse(predicted, step, pool) is None
     ours = oracle.choose_late(truth, step, pool)

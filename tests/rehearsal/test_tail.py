@@ -54,7 +54,7 @@ class Case:
         real = None if allowed is None else allowed.float()
         return Tail(
             PartialKeys(self.keys, self.projection),
-            ValueMap.fit(self.projection, self.keys, self.values, real),
+            ValueMap.fit(self.projection, moments_of(self.keys, self.values, real)),
             self.index,
             counts,
             allowed,
@@ -97,6 +97,13 @@ class Case:
             total = total + weight
             output = output + weight * (base.double() + z[t] @ slope.double())
         return output / total
+
+
+def moments_of(keys: Tensor, values: Tensor, weight: Tensor | None = None) -> Moments:
+    """The keys are their own queries."""
+    moments = Moments.start(keys, values)
+    moments.observe(keys, keys, torch.arange(keys.shape[2])[None], weight, values)
+    return moments
 
 
 def kernels_for(name: str) -> Kernels:
@@ -168,7 +175,7 @@ def test_values_are_guessed_by_ridge_regression() -> None:
     case = Case(3)
     weight = torch.ones(ROWS, TOKENS)
     weight[1, :40] = 0.0
-    found = ValueMap.fit(case.projection, case.keys, case.values, weight)
+    found = ValueMap.fit(case.projection, moments_of(case.keys, case.values, weight))
     for row in range(ROWS):
         for head in range(KV_HEADS):
             first = 40 if row == 1 else 0
@@ -187,11 +194,9 @@ def test_few_tokens_give_no_steep_slopes() -> None:
     """Five tokens do not span the partial keys; others lie far outside of what they span."""
     case = Case(6)
     few = slice(0, 5)
-    moments = Moments.start(case.keys)
-    position = torch.arange(5)[None]
-    moments.observe(case.keys[:, :, few], case.keys[:, :, few], position, None)
+    moments = moments_of(case.keys[:, :, few], case.values[:, :, few])
     projection = moments.projection(6)
-    found = ValueMap.fit(projection, case.keys[:, :, few], case.values[:, :, few])
+    found = ValueMap.fit(projection, moments)
     guesses = found.base + projection.partial_keys(case.keys) @ found.slope
     assert guesses.abs().max() < 3 * case.values.abs().max()
     assert found.slope.is_contiguous()  # compiled code copies what is not, in every step
@@ -211,7 +216,7 @@ def test_a_row_of_which_nothing_was_moved(name: str) -> None:
 
 def test_rows_are_taken_and_kept() -> None:
     case = Case(3)
-    new = ValueMap.fit(case.projection, case.keys, case.values)
+    new = ValueMap.fit(case.projection, moments_of(case.keys, case.values))
     old = ValueMap(torch.zeros_like(new.base), torch.ones_like(new.slope))
     mixed = new.with_rows(torch.tensor([True, False]), old)
     assert torch.equal(mixed.slope[0], old.slope[0])

@@ -271,8 +271,7 @@ class InfiniGenPolicy(Policy):
             new = new.with_rows(keep, old.projection)
         self._partial_keys = PartialKeys(keys, new)
         self._value_map = self._fit_values(new, keep)
-        held = step.start if step.queries == 1 else step.start + step.queries
-        self._plan_fits(tuple(missing), held)
+        self._plan_fits(tuple(missing), step.start + int(step.exact_queries.sum(1).max()))
         self._fitted = tuple(a or b for a, b in zip(fitted, missing, strict=True))
         return True
 

@@ -1,0 +1,343 @@
+"""The rehearsal fitted anew while decoding: against NumPy over all tokens, and against itself."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+import tiny
+from calibrating import calibrate_tiny, feed, left_padded, run, selecting, tokens
+from infinigen_kv import Calibration, attach
+from infinigen_kv.fidelity import forgetting
+from infinigen_kv.generate import decode, prefill
+from infinigen_kv.kernels import TorchKernels
+from infinigen_kv.policies.infinigen import InfiniGenPolicy
+from infinigen_kv.pool.pool import LocalPool
+from infinigen_kv.rehearsal.layer import RehearsalLayer
+from infinigen_kv.rehearsal.partial_keys import PartialKeys
+from infinigen_kv.rehearsal.recent import MOST, DecodedToken, RecentTokens
+from infinigen_kv.rehearsal.statistics import Moments
+from infinigen_kv.step import Step
+
+HEADS, KV_HEADS, DIM, RANK = 4, 2, 8, 3
+PROMPT, EVERY = 40, 16
+
+
+def random(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def mixed(seed: int, rows: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values whose directions differ in weight; keys have an offset."""
+    turn = random(seed + 100, 3, 1, 1, DIM, DIM)
+    query = random(seed, rows, HEADS, count, DIM) @ turn[0]
+    keys = random(seed + 1, rows, KV_HEADS, count, DIM) @ turn[1] + 2 * turn[2][..., :1, :]
+    values = keys @ turn[2] + random(seed + 2, rows, KV_HEADS, count, DIM)
+    return query, keys, values
+
+
+def moments_of(query: Tensor, keys: Tensor, values: Tensor, start: int = 0) -> Moments:
+    moments = Moments.start(keys, values)
+    position = torch.arange(start, start + keys.shape[2])[None]
+    moments.observe(query, keys, position, None, values)
+    return moments
+
+
+# Partial keys, in a new basis.
+
+
+@pytest.mark.parametrize("tokens_held", [70, 5000])  # more than are turned at once
+def test_partial_keys_are_turned_by_least_squares(tokens_held: int) -> None:
+    query, keys, values = mixed(1, 2, tokens_held)
+    old = moments_of(*mixed(2, 2, 60)).projection(RANK)
+    moments = moments_of(query, keys, values)
+    new = moments.projection(RANK)
+    found = PartialKeys(keys, old).recoded(new, moments, torch.zeros(2, dtype=torch.bool))
+    assert found.length == tokens_held and found.projection is new
+    for row in range(2):
+        for head in range(KV_HEADS):
+            key = keys[row, head].double().numpy()
+            offset, to_partial = (
+                each[row, head].double().numpy() for each in (old.offset, old.key)
+            )
+            z = (key - offset) @ to_partial
+            known = np.hstack([z, np.ones((len(z), 1))])
+            guess = known @ np.linalg.lstsq(known, key, rcond=None)[0]
+            wanted = (guess - new.offset[row, head].numpy()) @ new.key[row, head].double().numpy()
+            error = np.abs(found.view()[row, head].numpy() - wanted).max()
+            assert error < 1e-3 * np.abs(wanted).max()
+
+
+def test_of_full_rank_nothing_is_lost() -> None:
+    query, keys, values = mixed(1, 1, 70)
+    moments = moments_of(query, keys, values)
+    old, new = moments_of(*mixed(2, 1, 60)).projection(DIM), moments.projection(DIM)
+    found = PartialKeys(keys, old).recoded(new, moments, torch.zeros(1, dtype=torch.bool))
+    wanted = PartialKeys(keys, new).view()
+    assert (found.view() - wanted).abs().max() < 1e-2 * wanted.abs().max()
+
+
+def test_rows_that_are_kept_keep_their_partial_keys() -> None:
+    query, keys, values = mixed(1, 2, 30)
+    moments = moments_of(query, keys, values)
+    partial = PartialKeys(keys, moments_of(*mixed(2, 2, 60)).projection(RANK))
+    before = partial.view().clone()
+    keep = torch.tensor([True, False])
+    new = moments.projection(RANK).with_rows(keep, partial.projection)
+    found = partial.recoded(new, moments, keep)
+    assert torch.equal(found.view()[0], before[0])
+    assert not torch.equal(found.view()[1], before[1])
+    assert torch.equal(partial.view(), before)  # the old ones are still there for copies of a cache
+
+
+def test_keys_that_do_not_vary_give_finite_numbers() -> None:
+    query, _, values = mixed(1, 1, 30)
+    keys = random(5, 1, KV_HEADS, 1, DIM).expand(-1, -1, 30, -1)
+    moments = moments_of(query, keys, values)
+    partial = PartialKeys(keys, moments.projection(RANK))
+    again = partial.recoded(moments.projection(RANK), moments, torch.zeros(1, dtype=torch.bool))
+    assert bool(again.view().isfinite().all())
+
+
+# Tokens that wait.
+
+
+@pytest.mark.parametrize("dropped", [0, 3, 100])
+def test_tokens_that_waited_count_as_at_once(dropped: int) -> None:
+    query, keys, values = mixed(3, 2, 10)
+    weight = torch.ones(2, 10)
+    weight[1, 4] = 0.0
+    recent, found = RecentTokens(), Moments.start(keys, values)
+    for at in range(10):
+        one = slice(at, at + 1)
+        shown = None if bool(weight[:, one].all()) else weight[:, one]
+        recent.add(
+            DecodedToken(
+                query[:, :, one], keys[:, :, one], values[:, :, one], torch.tensor([[at]]), shown
+            )
+        )
+    recent.drop(dropped)
+    recent.rows(torch.tensor([1, 0])).move_into(found)
+    left = max(0, 10 - dropped)
+    wanted = Moments.start(keys, values)
+    if left:
+        position = torch.arange(left)[None]
+        part = slice(0, left)
+        wanted.observe(
+            query.flip(0)[:, :, part], keys.flip(0)[:, :, part], position, weight.flip(0)[:, part],
+            values.flip(0)[:, :, part],
+        )  # fmt: skip
+    assert_close(found.query_outer, wanted.query_outer)
+    assert_close(found.key_scatter, wanted.key_scatter, atol=1e-4, rtol=1e-4)
+    assert found.values is not None and wanted.values is not None
+    assert_close(found.values.products, wanted.values.products, atol=1e-4, rtol=1e-4)
+    assert_close(found.count, wanted.count)
+
+
+# One layer's policy.
+
+
+class Driven:
+    """A policy that is shown a prompt and then decode steps of random tokens."""
+
+    def __init__(self, **changes: Any) -> None:
+        self.config = selecting(refit_every=EVERY, partial_ratio=RANK / DIM, **changes)
+        self.query, self.keys, self.values = mixed(7, 1, 120)
+        layer = RehearsalLayer(
+            lambda hidden, step: hidden, None, scaling=0.3, softcap=None, alpha=1.0
+        )
+        self.policy = InfiniGenPolicy(layer, self.config, TorchKernels())
+        self.pool = LocalPool(self.keys, self.values)
+        self.at = 0
+
+    def show(self, count: int, *, selecting: bool) -> None:
+        part = slice(self.at, self.at + count)
+        query, keys, values = (each[:, :, part] for each in (self.query, self.keys, self.values))
+        step = Step(
+            start=self.at, queries=count, rows=1, visible=None, config=self.config,
+            position_ids=torch.arange(self.at, self.at + count)[None], selecting=selecting,
+        )  # fmt: skip
+        if selecting:
+            self.policy.rehearse(query, step, self.pool)
+        everything, _, _ = self.pool.extend(keys, values)
+        self.policy.observe(query, keys, values, step, self.pool, None)
+        if not selecting:
+            self.policy.finish_prompt(everything, step, None)
+        self.at += count
+
+    def scores(self) -> Tensor:
+        partial = self.policy._partial_keys
+        assert partial is not None
+        return partial.scores(self.query[:, :, :1], 1.0, None, absolute=True)[:, :, :, 0]
+
+    def expected_scores(self, known: int) -> Tensor:
+        """Of the newest token's score, from a fit to the first ``known`` tokens, in NumPy."""
+        group, token = HEADS // KV_HEADS, self.at - 1
+        scores = []
+        for head in range(KV_HEADS):
+            q = self.query[0, head * group : (head + 1) * group, :known].double().numpy()
+            k = self.keys[0, head, :known].double().numpy()
+            late = ((np.arange(known) + 1.0) / 4096) ** 3
+            square = sum((each * late[:, None]).T @ each for each in q)
+            mean = k.mean(axis=0)
+            centred = k - mean
+            root_q, root_k = (_root(each) for each in (square, centred.T @ centred))
+            left, size, right = np.linalg.svd(root_q @ root_k)
+            score = left[:, :RANK] * size[:RANK] @ right[:RANK]
+            kernel = np.linalg.inv(root_q) @ score @ np.linalg.inv(root_k)
+            newest = self.keys[0, head, token].double().numpy()
+            each = self.query[0, head * group : (head + 1) * group, 0].double().numpy()
+            scores.append(each @ kernel @ (newest - mean) + each @ mean)
+        return torch.tensor(np.array(scores), dtype=torch.float32)
+
+
+def _root(square: Any) -> Any:
+    values, vectors = np.linalg.eigh(square)
+    return vectors * np.sqrt(values) @ vectors.T
+
+
+def test_a_refit_is_a_fit_to_all_tokens_so_far() -> None:
+    driven = Driven()
+    driven.show(PROMPT, selecting=False)
+    for _ in range(EVERY):
+        driven.show(1, selecting=True)
+    stale = driven.expected_scores(PROMPT)
+    assert_close(driven.scores()[0, :, :, -1], stale, atol=1e-2, rtol=1e-2)
+    driven.show(1, selecting=True)  # fitted before it is added
+    fresh = driven.expected_scores(PROMPT + EVERY)
+    assert_close(driven.scores()[0, :, :, -1], fresh, atol=1e-2, rtol=1e-2)
+    driven.show(1, selecting=True)
+    assert (
+        driven.expected_scores(PROMPT) - driven.expected_scores(PROMPT + EVERY)
+    ).abs().max() > 0.1
+    assert_close(
+        driven.scores()[0, :, :, -1], driven.expected_scores(PROMPT + EVERY), atol=1e-2, rtol=1e-2
+    )
+
+
+@pytest.mark.parametrize("every", [0, 1000])
+def test_it_stays_that_of_the_prompt_where_asked_or_too_short(every: int) -> None:
+    driven = Driven()
+    driven.config = selecting(refit_every=every, partial_ratio=RANK / DIM)
+    driven.policy._config = driven.config
+    driven.show(PROMPT, selecting=False)
+    for _ in range(PROMPT):
+        driven.show(1, selecting=True)
+    wanted = driven.expected_scores(PROMPT)
+    assert_close(driven.scores()[0, :, :, -1], wanted, atol=1e-2, rtol=1e-2)
+    if every:
+        assert driven.policy.until_refit(driven.at) == 1  # as many tokens as the prompt had
+    else:
+        assert driven.policy.until_refit(driven.at) is None
+
+
+def test_tokens_do_not_pile_up() -> None:
+    driven = Driven(min_context=8)
+    driven.policy._config = selecting(refit_every=1000, partial_ratio=RANK / DIM)
+    driven.show(PROMPT, selecting=False)
+    for _ in range(MOST + 3):
+        driven.show(1, selecting=True)
+    assert len(driven.policy._recent._tokens) == 3
+
+
+# The engine.
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma2"])
+def model(request: pytest.FixtureRequest) -> Any:
+    return tiny.TINY[request.param]()
+
+
+@pytest.fixture(scope="module")
+def calibration(model: Any) -> Calibration:
+    return calibrate_tiny(model)
+
+
+def test_tokens_at_once_see_what_single_steps_see(model: Any, calibration: Calibration) -> None:
+    ids = tokens(1, PROMPT + 3 * EVERY + 5)
+    found = {}
+    for every in (EVERY, 0):
+        with attach(model, calibration, selecting(refit_every=every)) as session:
+            single, wide = session.new_cache(), session.new_cache()
+            expected = run(model, single, ids, prompt=PROMPT)[:, PROMPT:]
+            feed(model, wide, ids, None, slice(0, PROMPT))
+            with torch.no_grad():
+                found[every] = decode(model, ids[:, PROMPT:], wide)
+        assert_close(found[every], expected, atol=2e-4, rtol=2e-4)
+    assert_close(found[EVERY][:, :EVERY], found[0][:, :EVERY])
+    assert (found[EVERY] - found[0])[:, EVERY:].abs().max() > 1e-3  # it is fitted anew
+
+
+def test_rows_are_fitted_when_each_has_grown(model: Any, calibration: Calibration) -> None:
+    """A short row's prompt knows few tokens, so its turn comes sooner than the long one's."""
+    total, padding = PROMPT + 2 * EVERY + 3, (0, 28)
+    ids, mask = left_padded(tokens(2, total), padding)
+    with attach(model, calibration, selecting(refit_every=EVERY)) as session:
+        both = run(model, session.new_cache(), ids, mask, prompt=PROMPT)
+        for row, pad in enumerate(padding):
+            alone = run(model, session.new_cache(), ids[row : row + 1, pad:], prompt=PROMPT - pad)
+            assert_close(both[row, PROMPT:], alone[0, PROMPT - pad :], atol=2e-4, rtol=2e-4)
+
+
+def test_rows_that_change_places_take_what_they_learned(
+    model: Any, calibration: Calibration
+) -> None:
+    ids = tokens(2, PROMPT + 2 * EVERY)
+    turn = PROMPT + EVERY // 2
+    with attach(model, calibration, selecting(refit_every=EVERY)) as session:
+        straight = run(model, session.new_cache(), ids, prompt=PROMPT)
+        cache = session.new_cache()
+        run(model, cache, ids[:, :turn], prompt=PROMPT)
+        cache.batch_select_indices(torch.tensor([1, 0]))
+        turned = [
+            feed(model, cache, ids.flip(0), None, slice(at, at + 1))
+            for at in range(turn, ids.shape[1])
+        ]
+    assert_close(torch.cat(turned, 1).flip(0), straight[:, turn:], atol=2e-4, rtol=2e-4)
+
+
+def test_what_is_forgotten_leaves_no_trace(model: Any, calibration: Calibration) -> None:
+    ids = tokens(1, PROMPT + 2 * EVERY)
+    with attach(model, calibration, selecting(refit_every=EVERY)) as session, torch.no_grad():
+        cache = session.new_cache()
+        prefill(session, cache, ids[:, :PROMPT])
+        with forgetting(cache):
+            decode(model, ids[:, PROMPT:].flip(1), cache)
+        again = decode(model, ids[:, PROMPT:], cache)
+        untouched = session.new_cache()
+        prefill(session, untouched, ids[:, :PROMPT])
+        assert torch.equal(again, decode(model, ids[:, PROMPT:], untouched))
+
+
+def test_a_copied_cache_goes_its_own_way(model: Any, calibration: Calibration) -> None:
+    ids = tokens(1, PROMPT + 2 * EVERY)
+    half = PROMPT + EVERY // 2
+    with attach(model, calibration, selecting(refit_every=EVERY)) as session, torch.no_grad():
+        cache = session.new_cache()
+        run(model, cache, ids[:, :half], prompt=PROMPT)
+        fork = copy.deepcopy(cache)
+        first = decode(model, ids[:, half:], cache)
+        assert torch.equal(decode(model, ids[:, half:], fork), first)
+
+
+def test_cropped_tokens_that_waited_are_not_learned() -> None:
+    """As assisted decoding takes back what the model does not agree with."""
+    model = tiny.llama()
+    calibration = calibrate_tiny(model)
+    ids = tokens(1, PROMPT + 2 * EVERY)
+    half = PROMPT + EVERY // 2
+    with attach(model, calibration, selecting(refit_every=EVERY)) as session, torch.no_grad():
+        cache, straight = session.new_cache(), session.new_cache()
+        for each in (cache, straight):
+            run(model, each, ids[:, :half], prompt=PROMPT)
+        for token in (5, 6, 7):
+            feed(model, cache, torch.full((1, half + 9), token), None, slice(half, half + 1))
+            cache.crop(half)
+        found, wanted = (decode(model, ids[:, half:], each) for each in (cache, straight))
+        assert torch.equal(found, wanted)
