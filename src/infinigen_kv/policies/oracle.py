@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import copy
+
 import torch
 from torch import Tensor
 
@@ -35,6 +37,11 @@ class OraclePolicy(Policy):
         self._keys: TokenBuffer | None = None
         self._counts: Tensor | None = None
         self._query: Tensor | None = None
+
+    def __copy__(self) -> OraclePolicy:
+        other = OraclePolicy(copy(self._rehearsing), self._scoring)
+        other._keys, other._counts, other._query = self._keys, self._counts, self._query
+        return other
 
     @property
     def nbytes(self) -> int:
