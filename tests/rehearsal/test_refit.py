@@ -221,6 +221,25 @@ def test_a_refit_is_a_fit_to_all_tokens_so_far() -> None:
     )
 
 
+def test_values_are_guessed_from_all_tokens_so_far() -> None:
+    driven = Driven()
+    driven.show(PROMPT, selecting=False)
+    for _ in range(EVERY + 1):
+        driven.show(1, selecting=True)
+    partial, found = driven.policy._partial_keys, driven.policy._value_map
+    assert partial is not None and found is not None
+    for head in range(KV_HEADS):
+        known = PROMPT + EVERY
+        z = partial.projection.partial_keys(driven.keys)[0, head, :known].double().numpy()
+        v = driven.values[0, head, :known].double().numpy()
+        rows = np.vstack([z - z.mean(axis=0), np.eye(RANK) * np.sqrt((z**2).mean(axis=0).max())])
+        targets = np.vstack([v - v.mean(axis=0), np.zeros((RANK, DIM))])
+        slope = np.linalg.lstsq(rows, targets, rcond=None)[0]
+        np.testing.assert_allclose(found.slope[0, head], slope, atol=1e-3)
+        base = v.mean(axis=0) - z.mean(axis=0) @ slope
+        np.testing.assert_allclose(found.base[0, head, 0], base, atol=1e-3)
+
+
 @pytest.mark.parametrize("every", [0, 1000])
 def test_it_stays_that_of_the_prompt_where_asked_or_too_short(every: int) -> None:
     driven = Driven()
