@@ -285,6 +285,40 @@ def test_rows_are_fitted_when_each_has_grown(model: Any, calibration: Calibratio
             assert_close(both[row, PROMPT:], alone[0, PROMPT - pad :], atol=2e-4, rtol=2e-4)
 
 
+@pytest.fixture(scope="module")
+def small() -> tuple[Any, Calibration]:
+    model = tiny.llama(num_hidden_layers=2)
+    return model, calibrate_tiny(model)
+
+
+@pytest.mark.parametrize("prompt", [5, 29, 30])
+def test_tokens_at_once_find_the_first_fit(small: tuple[Any, Calibration], prompt: int) -> None:
+    """A prompt too short to select from: the first fit comes in the middle of what is decoded."""
+    model, calibration = small
+    ids = tokens(1, 30 + 4 * EVERY)
+    with attach(model, calibration, selecting(refit_every=EVERY, min_context=30)) as session:
+        single, wide = session.new_cache(), session.new_cache()
+        expected = run(model, single, ids, prompt=prompt)[:, prompt:]
+        prefill(session, wide, ids[:, :prompt])
+        with torch.no_grad():
+            found = decode(model, ids[:, prompt:], wide)
+    assert_close(found, expected, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize(("min_context", "padding"), [(30, (0, 28)), (50, (0, 20, 35))])
+def test_a_row_that_starts_to_select_leaves_the_others_alone(
+    small: tuple[Any, Calibration], min_context: int, padding: tuple[int, ...]
+) -> None:
+    """Its fit reads all keys, and must not undo what the others' partial keys were turned into."""
+    model, calibration = small
+    ids, mask = left_padded(tokens(len(padding), 110), padding)
+    with attach(model, calibration, selecting(refit_every=EVERY, min_context=min_context)) as s:
+        both = run(model, s.new_cache(), ids, mask, prompt=PROMPT)
+        for row, pad in enumerate(padding):
+            alone = run(model, s.new_cache(), ids[row : row + 1, pad:], prompt=PROMPT - pad)
+            assert_close(both[row, PROMPT:], alone[0, PROMPT - pad :], atol=2e-4, rtol=2e-4)
+
+
 def test_rows_that_change_places_take_what_they_learned(
     model: Any, calibration: Calibration
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from copy import copy
 
 import torch
@@ -22,6 +23,7 @@ from infinigen_kv.rehearsal.tail import Tail, ValueMap
 from infinigen_kv.step import Step
 
 LAST_QUERIES = 16  # of a prompt; they tell best what the first steps will want
+NEVER = sys.maxsize  # tokens; of rows whose first selection is still to come
 
 
 class InfiniGenPolicy(Policy):
@@ -128,7 +130,7 @@ class InfiniGenPolicy(Policy):
             self._partial_keys.write(slots, keys)
         self._value_map = self._fit_values(projection)
         self._fitted = tuple(long.expand(step.rows).tolist())
-        self._plan_fits((True,) * step.rows, step.start + step.queries)
+        self._plan_fits(self._fitted, [step.start + step.queries] * step.rows)
 
     def select(self, step: Step, pool: Pool) -> Selection | None:
         query, self._pending_query = self._pending_query, None
@@ -184,9 +186,10 @@ class InfiniGenPolicy(Policy):
         self._recent = self._recent.rows(index)
 
     def until_refit(self, length: int) -> int | None:
-        if not self._next_fit:
+        if self._config.refit_every == 0:
             return None
-        return max(1, min(self._next_fit) - length)
+        # without a fit, the first step that selects makes one
+        return max(1, min(self._next_fit, default=self._config.min_context) - length)
 
     def _accumulate(
         self, query: Tensor, keys: Tensor, values: Tensor, step: Step, weight: Tensor | None
@@ -220,16 +223,16 @@ class InfiniGenPolicy(Policy):
             assert self._statistics is not None
             self._recent.move_into(self._statistics)
 
-    def _plan_fits(self, rows: tuple[bool, ...], length: int) -> None:
-        """These rows were fitted when all held ``length`` tokens, padding included."""
+    def _plan_fits(self, rows: tuple[bool, ...], lengths: list[int]) -> None:
+        """These rows were fitted when they held so many tokens, padding included."""
         every = self._config.refit_every
         if not isinstance(self._statistics, Moments) or every == 0:
             return
         known = self._statistics.count.flatten().tolist()
-        before = self._next_fit or (length,) * len(rows)
+        before = self._next_fit or (NEVER,) * len(rows)
         self._next_fit = tuple(
             length + min(every, max(1, int(count))) if fitted else old
-            for fitted, count, old in zip(rows, known, before, strict=True)
+            for fitted, length, count, old in zip(rows, lengths, known, before, strict=True)
         )
 
     def _refit(self, length: int) -> None:
@@ -248,7 +251,7 @@ class InfiniGenPolicy(Policy):
         new = moments.projection(old.key.shape[3]).with_rows(keep, old)
         self._partial_keys = partial.recoded(new, moments, keep)
         self._value_map = self._fit_values(new, keep)
-        self._plan_fits(due, length)
+        self._plan_fits(due, [length] * len(due))
 
     def _fit(self, step: Step, pool: Pool) -> bool:
         """Choose the partial dimensions of the rows that newly select, and write partial keys of
@@ -267,11 +270,15 @@ class InfiniGenPolicy(Policy):
         new = self._statistics.projection(self._config.partial_dim(keys.shape[3]))
         old = self._partial_keys
         keep = torch.tensor([not each for each in missing], device=keys.device)
-        if old is not None:
+        if old is None:
+            self._partial_keys = PartialKeys(keys, new)
+        else:
             new = new.with_rows(keep, old.projection)
-        self._partial_keys = PartialKeys(keys, new)
+            self._partial_keys = PartialKeys(keys, new)
+            self._partial_keys.keep_rows(keep, old)
         self._value_map = self._fit_values(new, keep)
-        self._plan_fits(tuple(missing), step.start + int(step.exact_queries.sum(1).max()))
+        exact = step.exact_queries.sum(1).expand(step.rows).tolist()
+        self._plan_fits(tuple(missing), [step.start + each for each in exact])
         self._fitted = tuple(a or b for a, b in zip(fitted, missing, strict=True))
         return True
 

@@ -128,6 +128,14 @@ class PartialKeys:
             new.storage[..., block] = torch.where(pick, held, coded)
         return new
 
+    def keep_rows(self, keep: Tensor, old: PartialKeys) -> None:
+        """Take over what ``old`` holds in the rows marked in ``keep`` ``(B,)``.
+
+        If `recoded`, that is not what the projection makes of the keys.
+        """
+        held = min(self.length, old.length)
+        self.storage[keep, ..., :held] = old.storage[keep, ..., :held]
+
     def truncate(self, length: int) -> None:
         """Forget the tokens from ``length`` on; more than there are forgets none."""
         self.length = max(0, min(self.length, length))
