@@ -62,8 +62,10 @@ class Projection:
 
 
 class PromptStatistics(ABC):
-    """Sums over the tokens that a layer attended to in full."""
+    """Sums over tokens of a layer: a prompt's, and, where it is fitted anew, those that follow."""
 
+    @torch.inference_mode(False)  # sums may go on outside of it
+    @torch.no_grad()
     def observe(
         self,
         query: Tensor,
