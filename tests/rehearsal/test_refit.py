@@ -105,6 +105,26 @@ def test_keys_that_do_not_vary_give_finite_numbers() -> None:
     assert bool(again.view().isfinite().all())
 
 
+def test_keys_of_few_directions_are_turned_again_and_again() -> None:
+    """With fewer directions than R, rounding errors must not grow from turn to turn."""
+    start, step, total, rank, dim = 100, 20, 700, 16, 32
+    query = random(1, 1, HEADS, total, dim)
+    keys = random(2, 1, KV_HEADS, total, 3) @ random(3, 3, dim)
+    moments = Moments.start(keys)
+    moments.observe(query[:, :, :start], keys[:, :, :start], torch.arange(start)[None], None)
+    partial = PartialKeys(keys[:, :, :start], moments.projection(rank))
+    for at in range(start, total, step):
+        part = slice(at, at + step)
+        new_keys = keys[:, :, part]
+        moments.observe(query[:, :, part], new_keys, torch.arange(at, at + step)[None], None)
+        partial.append(new_keys)
+        new = moments.projection(rank)
+        partial = partial.recoded(new, moments, torch.zeros(1, dtype=torch.bool))
+    found = partial.scores(query[:, :, -1:], 1.0, None)
+    wanted = PartialKeys(keys, new).scores(query[:, :, -1:], 1.0, None)
+    assert_close(found, wanted, atol=1e-3, rtol=1e-3)
+
+
 # Tokens that wait.
 
 
