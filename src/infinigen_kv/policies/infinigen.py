@@ -285,11 +285,10 @@ class InfiniGenPolicy(Policy):
         new = self._statistics.projection(self._config.partial_dim(keys.shape[3]))
         old = self._partial_keys
         keep = torch.tensor([not each for each in rows], device=keys.device)
-        if old is None:
-            self._partial_keys = PartialKeys(keys, new)
-        else:
+        if old is not None:
             new = new.with_rows(keep, old.projection)
-            self._partial_keys = PartialKeys(keys, new)
+        self._partial_keys = PartialKeys(keys, new)
+        if old is not None:
             self._partial_keys.keep_rows(keep, old)
         self._value_map = self._fit_values(new, keep)
 
