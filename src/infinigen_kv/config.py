@@ -42,7 +42,7 @@ class InfiniGenConfig:
     ----------
     rehearsal
         ``calibrated``: fitted query predictor and the best rank-R score; ``paper``: skewed partial
-        weights (OSDI 2024, section 4.3). Each has its own defaults for the next four settings
+        weights (OSDI 2024, section 4.3). Each has its own defaults for the next four settings,
         ``tail`` and ``refit_every`` (`OWN_DEFAULTS`), which None stands for.
     alpha
         A token is wanted when its predicted score is within ``alpha`` of the head's highest one
@@ -64,7 +64,6 @@ class InfiniGenConfig:
     tail
         Whether what a step leaves behind is estimated from the partial keys (`rehearsal.tail`); if
         not, it has no weight, as in the paper. Only the calibrated rehearsal knows how.
-
     refit_every
         Tokens after which a row's partial dimensions, and the values that stand for what a step
         leaves behind, are fitted anew to all tokens so far; sooner where the last fit knew fewer

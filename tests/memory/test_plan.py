@@ -185,6 +185,17 @@ def test_everything_that_a_cache_holds(family: str) -> None:
         assert held_bytes(cache, model, calibration) == pytest.approx(lasting, rel=0.05)
 
 
+def test_tokens_that_wait_for_the_next_fit(llama: tuple[Any, Calibration]) -> None:
+    found = {}
+    for every in (0, 256):
+        with attach(*llama, selecting(refit_every=every)) as session:
+            plan = planned(session, llama[1], rows=2, new_tokens=NEW)
+            cache = filled(session, rows=2)
+        found[every] = plan["rehearsal"].device, held_bytes(cache, *llama)
+    planned_bytes, bytes_held = (found[256][at] - found[0][at] for at in range(2))
+    assert bytes_held == pytest.approx(planned_bytes * (NEW - 1) / NEW, rel=0.05)
+
+
 @pytest.mark.parametrize("name", ["in memory", "link, all apart", "capacity"])
 @pytest.mark.parametrize("policy", ["infinigen", "infinigen-paper"])
 def test_everything_that_a_llama_cache_holds(

@@ -26,7 +26,8 @@ from calibrating import (
     tokens,
 )
 from infinigen_kv import Calibration, InfiniGenCache, InfiniGenConfig, Session, attach
-from infinigen_kv.generate import forward, prefill
+from infinigen_kv.fidelity import forgetting
+from infinigen_kv.generate import decode, forward, prefill
 from infinigen_kv.policies.registry import POLICIES, cache_plan
 from infinigen_kv.recorder import FetchRecorder
 from infinigen_kv.storage_config import StorageConfig
@@ -546,6 +547,27 @@ def test_budgets_hold_whatever_happens(
                     if policy in BUDGETED and cached >= 4:
                         assert len(head) <= max(1, math.floor(budget * cached))
         cache.close()
+
+
+@every_policy
+@pytest.mark.parametrize("width", [1, 12])
+def test_what_is_forgotten_leaves_no_trace(
+    llama: tuple[Any, Calibration], policy: str, width: int
+) -> None:
+    ids, forgotten = tokens(1, LENGTH), tokens(1, 12, seed=1)
+    found = []
+    with attach(*llama, selecting(refit_every=4), STORAGE) as session, torch.no_grad():
+        for forgets in (False, True):
+            cache = made(session, policy)
+            prefill(session, cache, ids[:, :PROMPT])
+            steps(session, cache, ids[:, : PROMPT + 3], None)
+            if forgets:
+                with forgetting(cache):
+                    for piece in forgotten.split(width, dim=1):
+                        decode(session.model, piece, cache)
+            found.append(steps(session, cache, ids, None))
+            cache.close()
+    assert torch.equal(*found)
 
 
 _made: list[tuple[Any, Calibration]] = []

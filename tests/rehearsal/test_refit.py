@@ -15,13 +15,13 @@ import tiny
 from calibrating import calibrate_tiny, feed, left_padded, run, selecting, tokens
 from infinigen_kv import Calibration, attach
 from infinigen_kv.fidelity import forgetting
-from infinigen_kv.generate import decode, prefill
+from infinigen_kv.generate import decode, forward, prefill
 from infinigen_kv.kernels import TorchKernels
 from infinigen_kv.policies.infinigen import InfiniGenPolicy
 from infinigen_kv.pool.pool import LocalPool
 from infinigen_kv.rehearsal.layer import RehearsalLayer
 from infinigen_kv.rehearsal.partial_keys import PartialKeys
-from infinigen_kv.rehearsal.recent import MOST, DecodedToken, RecentTokens
+from infinigen_kv.rehearsal.recent import MOST, DecodedTokens, RecentTokens
 from infinigen_kv.rehearsal.statistics import Moments
 from infinigen_kv.step import Step
 
@@ -105,21 +105,46 @@ def test_keys_that_do_not_vary_give_finite_numbers() -> None:
     assert bool(again.view().isfinite().all())
 
 
+def test_keys_of_few_directions_are_turned_again_and_again() -> None:
+    """With fewer directions than R, rounding errors must not grow from turn to turn."""
+    start, step, total, rank, dim = 100, 20, 700, 16, 32
+    query = random(1, 1, HEADS, total, dim)
+    keys = random(2, 1, KV_HEADS, total, 3) @ random(3, 3, dim)
+    moments = Moments.start(keys)
+    moments.observe(query[:, :, :start], keys[:, :, :start], torch.arange(start)[None], None)
+    partial = PartialKeys(keys[:, :, :start], moments.projection(rank))
+    for at in range(start, total, step):
+        part = slice(at, at + step)
+        new_keys = keys[:, :, part]
+        moments.observe(query[:, :, part], new_keys, torch.arange(at, at + step)[None], None)
+        partial.append(new_keys)
+        new = moments.projection(rank)
+        partial = partial.recoded(new, moments, torch.zeros(1, dtype=torch.bool))
+    found = partial.scores(query[:, :, -1:], 1.0, None)
+    wanted = PartialKeys(keys, new).scores(query[:, :, -1:], 1.0, None)
+    assert_close(found, wanted, atol=1e-3, rtol=1e-3)
+
+
 # Tokens that wait.
 
 
-@pytest.mark.parametrize("dropped", [0, 3, 100])
-def test_tokens_that_waited_count_as_at_once(dropped: int) -> None:
+@pytest.mark.parametrize("width", [1, 4])
+@pytest.mark.parametrize("dropped", [0, 3, 5, 100])
+def test_tokens_that_waited_count_as_at_once(dropped: int, width: int) -> None:
     query, keys, values = mixed(3, 2, 10)
     weight = torch.ones(2, 10)
     weight[1, 4] = 0.0
     recent, found = RecentTokens(), Moments.start(keys, values)
-    for at in range(10):
-        one = slice(at, at + 1)
-        shown = None if bool(weight[:, one].all()) else weight[:, one]
+    for at in range(0, 10, width):
+        some = slice(at, min(at + width, 10))
+        shown = None if bool(weight[:, some].all()) else weight[:, some]
         recent.add(
-            DecodedToken(
-                query[:, :, one], keys[:, :, one], values[:, :, one], torch.tensor([[at]]), shown
+            DecodedTokens(
+                query[:, :, some],
+                keys[:, :, some],
+                values[:, :, some],
+                torch.arange(10)[None, some],
+                shown,
             )
         )
     recent.drop(dropped)
@@ -262,7 +287,7 @@ def test_tokens_do_not_pile_up() -> None:
     driven.show(PROMPT, selecting=False)
     for _ in range(MOST + 3):
         driven.show(1, selecting=True)
-    assert len(driven.policy._recent._tokens) == 3
+    assert sum(each.count for each in driven.policy._recent._forwards) == 3
 
 
 # The engine.
@@ -301,6 +326,40 @@ def test_rows_are_fitted_when_each_has_grown(model: Any, calibration: Calibratio
         both = run(model, session.new_cache(), ids, mask, prompt=PROMPT)
         for row, pad in enumerate(padding):
             alone = run(model, session.new_cache(), ids[row : row + 1, pad:], prompt=PROMPT - pad)
+            assert_close(both[row, PROMPT:], alone[0, PROMPT - pad :], atol=2e-4, rtol=2e-4)
+
+
+@pytest.fixture(scope="module")
+def small() -> tuple[Any, Calibration]:
+    model = tiny.llama(num_hidden_layers=2)
+    return model, calibrate_tiny(model)
+
+
+@pytest.mark.parametrize("prompt", [5, 29, 30])
+def test_tokens_at_once_find_the_first_fit(small: tuple[Any, Calibration], prompt: int) -> None:
+    """A prompt too short to select from: the first fit comes in the middle of what is decoded."""
+    model, calibration = small
+    ids = tokens(1, 30 + 4 * EVERY)
+    with attach(model, calibration, selecting(refit_every=EVERY, min_context=30)) as session:
+        single, wide = session.new_cache(), session.new_cache()
+        expected = run(model, single, ids, prompt=prompt)[:, prompt:]
+        prefill(session, wide, ids[:, :prompt])
+        with torch.no_grad():
+            found = decode(model, ids[:, prompt:], wide)
+    assert_close(found, expected, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize(("min_context", "padding"), [(30, (0, 28)), (50, (0, 20, 35))])
+def test_a_row_that_starts_to_select_leaves_the_others_alone(
+    small: tuple[Any, Calibration], min_context: int, padding: tuple[int, ...]
+) -> None:
+    """Its fit reads all keys, and must not undo what the others' partial keys were turned into."""
+    model, calibration = small
+    ids, mask = left_padded(tokens(len(padding), 110), padding)
+    with attach(model, calibration, selecting(refit_every=EVERY, min_context=min_context)) as s:
+        both = run(model, s.new_cache(), ids, mask, prompt=PROMPT)
+        for row, pad in enumerate(padding):
+            alone = run(model, s.new_cache(), ids[row : row + 1, pad:], prompt=PROMPT - pad)
             assert_close(both[row, PROMPT:], alone[0, PROMPT - pad :], atol=2e-4, rtol=2e-4)
 
 
@@ -360,3 +419,71 @@ def test_cropped_tokens_that_waited_are_not_learned() -> None:
             cache.crop(half)
         found, wanted = (decode(model, ids[:, half:], each) for each in (cache, straight))
         assert torch.equal(found, wanted)
+
+
+def test_drafts_that_are_rejected_are_not_learned(small: tuple[Any, Calibration]) -> None:
+    model, calibration = small
+    ids = tokens(1, PROMPT + 3 * EVERY)
+    with attach(model, calibration, selecting(refit_every=EVERY)) as session, torch.no_grad():
+        cache = session.new_cache()
+        expected = run(model, session.new_cache(), ids, prompt=PROMPT)[:, PROMPT:]
+        prefill(session, cache, ids[:, :PROMPT])
+        found = []
+        for at in range(PROMPT, ids.shape[1]):
+            drafted = torch.cat([ids[:, at : at + 1], tokens(1, 4, seed=at)], dim=1)
+            with cache.decoding():
+                found.append(forward(model, drafted, cache)[:, :1])
+            cache.crop(at + 1)
+    assert_close(torch.cat(found, dim=1), expected, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("steps", [EVERY, MOST - 1])
+def test_a_forward_that_fails_is_not_learned(small: tuple[Any, Calibration], steps: int) -> None:
+    """Also where it fits anew, and where waiting tokens become too many."""
+    model, calibration = small
+    ids = tokens(1, PROMPT + 3 * EVERY)
+    turn = PROMPT + steps
+
+    def fail(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    every = EVERY if steps == EVERY else 1000
+    with attach(model, calibration, selecting(refit_every=every)) as session, torch.no_grad():
+        cache, untouched = session.new_cache(), session.new_cache()
+        for each in (cache, untouched):
+            run(model, each, ids[:, :turn], prompt=PROMPT)
+        hook = model.model.layers[1].mlp.register_forward_pre_hook(fail)
+        with pytest.raises(KeyboardInterrupt):
+            forward(model, ids[:, turn : turn + 1], cache)
+        hook.remove()
+        found, wanted = (
+            torch.cat([forward(model, each, one) for each in ids[:, turn:].split(1, dim=1)], dim=1)
+            for one in (cache, untouched)
+        )
+    assert torch.equal(found, wanted)
+
+
+def test_a_cache_that_went_back_waits_no_longer_than_asked(small: tuple[Any, Calibration]) -> None:
+    model, calibration = small
+    ids = tokens(1, PROMPT + 4 * EVERY)
+    with attach(model, calibration, selecting(refit_every=EVERY)) as session, torch.no_grad():
+        cache = session.new_cache()
+        prefill(session, cache, ids[:, :PROMPT])
+        decode(model, ids[:, PROMPT:], cache)
+        cache.crop(PROMPT)
+        assert cache.offloaded[-1].policy.until_refit(PROMPT) == EVERY
+
+
+def test_autograd_and_inference_mode_by_turns(small: tuple[Any, Calibration]) -> None:
+    model, calibration = small
+    ids = tokens(1, PROMPT + 4 * EVERY)
+    modes = (torch.enable_grad, torch.no_grad, torch.inference_mode)
+    with attach(model, calibration, selecting(refit_every=EVERY)) as session:
+        expected = run(model, session.new_cache(), ids, prompt=PROMPT)[:, PROMPT:]
+        cache, found = session.new_cache(), []
+        with torch.inference_mode():
+            prefill(session, cache, ids[:, :PROMPT])
+        for number, token in enumerate(ids[:, PROMPT:].split(1, dim=1)):
+            with modes[number % 3]():
+                found.append(forward(model, token, cache).detach().clone())
+    assert_close(torch.cat(found, dim=1), expected, atol=2e-4, rtol=2e-4)

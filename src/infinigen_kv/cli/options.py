@@ -163,7 +163,6 @@ class SelectionOptions:
             show_default=False,
         ),
     ] = None
-
     refit_every: Annotated[
         int | None,
         _selection(

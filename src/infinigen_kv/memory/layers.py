@@ -26,6 +26,7 @@ from infinigen_kv.pool.paging import SMALLEST
 from infinigen_kv.pool.pool import LocalPool
 from infinigen_kv.pool.resident import ResidentSet
 from infinigen_kv.rehearsal.partial_keys import PartialKeys
+from infinigen_kv.rehearsal.recent import MOST
 from infinigen_kv.rehearsal.statistics import Magnitudes, Moments, Projection
 from infinigen_kv.rehearsal.tail import ValueMap
 
@@ -55,7 +56,8 @@ class LayerBytes:
     window
         Of a sliding layer.
     rehearsal
-        Prompt statistics, projections and the correction of the query projection.
+        Prompt statistics, projections, the correction of the query projection, and tokens that wait
+        for the next fit.
     host
         Beside the home in host memory: slot maps, the unfinished groups of a disk home.
     """
@@ -210,10 +212,16 @@ class LayerPlanner:
             corrected += self.request.rank * (hidden + 1 + query)
         projection = self._projection(layer)
         statistics += _held(projection)
+        waiting = self._waiting(layer) if config.refit_every else 0
         return LayerBytes(
             partial_keys=self._partial_keys(layer, projection),
-            rehearsal=statistics + corrected * dtype.itemsize,
+            rehearsal=statistics + (corrected + waiting) * dtype.itemsize,
         )
+
+    def _waiting(self, layer: LayerGeometry) -> int:
+        """Numbers of `RecentTokens`: queries, keys and values."""
+        tokens = self.request.rows * min(self.request.new_tokens, MOST)
+        return tokens * (layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim
 
     def _projection(self, layer: LayerGeometry) -> Projection:
         rows, heads, dim = self.request.rows, layer.num_kv_heads, layer.head_dim

@@ -22,6 +22,9 @@ class Policy:
     3. `observe` once the new tokens are in the home; a forward that is exact calls only this;
     4. `select` when the attention of several queries needs their selections;
     5. `attended` after a single query, if the policy `needs_weights`.
+
+    A `copy.copy` of it, with the cache's tokens as they are just then, goes on as it would have
+    itself, whatever either of them sees later (`fidelity.forgetting`).
     """
 
     late: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from copy import copy
 
 import torch
@@ -15,13 +16,14 @@ from infinigen_kv.policies.base import Policy
 from infinigen_kv.pool.pool import Pool
 from infinigen_kv.rehearsal.layer import RehearsalLayer
 from infinigen_kv.rehearsal.partial_keys import PartialKeys
-from infinigen_kv.rehearsal.recent import DecodedToken, RecentTokens
+from infinigen_kv.rehearsal.recent import MOST, DecodedTokens, RecentTokens
 from infinigen_kv.rehearsal.select import Candidates, Selection, choose, group_margin
 from infinigen_kv.rehearsal.statistics import Magnitudes, Moments, Projection, PromptStatistics
 from infinigen_kv.rehearsal.tail import Tail, ValueMap
 from infinigen_kv.step import Step
 
 LAST_QUERIES = 16  # of a prompt; they tell best what the first steps will want
+NEVER = sys.maxsize  # tokens; of rows whose first selection is still to come
 
 
 class InfiniGenPolicy(Policy):
@@ -114,6 +116,8 @@ class InfiniGenPolicy(Policy):
         else:
             self._partial_keys.append(keys)
 
+    @torch.inference_mode(False)  # what is fitted may be used outside of it later
+    @torch.no_grad()
     def finish_prompt(self, keys: Tensor, step: Step, slots: Tensor | None) -> None:
         """Fit while the prompt's keys pass through the device; tokens that follow undo that."""
         if step.start > 0 and (step.prompt_ends is None or slots is not None):
@@ -128,7 +132,7 @@ class InfiniGenPolicy(Policy):
             self._partial_keys.write(slots, keys)
         self._value_map = self._fit_values(projection)
         self._fitted = tuple(long.expand(step.rows).tolist())
-        self._plan_fits((True,) * step.rows, step.start + step.queries)
+        self._plan_fits(self._fitted, [step.start + step.queries] * step.rows)
 
     def select(self, step: Step, pool: Pool) -> Selection | None:
         query, self._pending_query = self._pending_query, None
@@ -170,6 +174,8 @@ class InfiniGenPolicy(Policy):
         elif self._partial_keys is not None:
             self._recent.drop(self._partial_keys.length - length)
             self._partial_keys.truncate(length)
+            latest = length + self._config.refit_every
+            self._next_fit = tuple(min(each, latest) for each in self._next_fit)
 
     def take_rows(self, index: Tensor) -> None:
         if self._statistics is not None:
@@ -184,9 +190,10 @@ class InfiniGenPolicy(Policy):
         self._recent = self._recent.rows(index)
 
     def until_refit(self, length: int) -> int | None:
-        if not self._next_fit:
+        if self._config.refit_every == 0:
             return None
-        return max(1, min(self._next_fit) - length)
+        # without a fit, the first step that selects makes one
+        return max(1, min(self._next_fit, default=self._config.min_context) - length)
 
     def _accumulate(
         self, query: Tensor, keys: Tensor, values: Tensor, step: Step, weight: Tensor | None
@@ -209,29 +216,31 @@ class InfiniGenPolicy(Policy):
         if step.some_query_is_exact:
             selecting = (~step.exact_queries).float()
             weight = selecting.expand(step.rows, -1) if weight is None else weight * selecting
-        if step.queries > 1:
+        if step.queries > MOST:
             self._accumulate(query, keys, values, step, weight)
             return
+        if self._recent.is_full:  # by now nobody takes them back
+            assert self._statistics is not None
+            self._recent.move_into(self._statistics)
         if weight is not None:
             weight = weight.to(keys.device)
         before = step.before.to(keys.device)
-        self._recent.add(DecodedToken(query, keys, values, before, weight))
-        if self._recent.is_full:
-            assert self._statistics is not None
-            self._recent.move_into(self._statistics)
+        self._recent.add(DecodedTokens(query, keys, values, before, weight))
 
-    def _plan_fits(self, rows: tuple[bool, ...], length: int) -> None:
-        """These rows were fitted when all held ``length`` tokens, padding included."""
+    def _plan_fits(self, rows: tuple[bool, ...], lengths: list[int]) -> None:
+        """These rows were fitted when they held so many tokens, padding included."""
         every = self._config.refit_every
         if not isinstance(self._statistics, Moments) or every == 0:
             return
         known = self._statistics.count.flatten().tolist()
-        before = self._next_fit or (length,) * len(rows)
+        before = self._next_fit or (NEVER,) * len(rows)
         self._next_fit = tuple(
             length + min(every, max(1, int(count))) if fitted else old
-            for fitted, count, old in zip(rows, known, before, strict=True)
+            for fitted, length, count, old in zip(rows, lengths, known, before, strict=True)
         )
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def _refit(self, length: int) -> None:
         """Choose the partial dimensions anew of the rows that have grown enough since.
 
@@ -248,7 +257,7 @@ class InfiniGenPolicy(Policy):
         new = moments.projection(old.key.shape[3]).with_rows(keep, old)
         self._partial_keys = partial.recoded(new, moments, keep)
         self._value_map = self._fit_values(new, keep)
-        self._plan_fits(due, length)
+        self._plan_fits(due, [length] * len(due))
 
     def _fit(self, step: Step, pool: Pool) -> bool:
         """Choose the partial dimensions of the rows that newly select, and write partial keys of
@@ -257,23 +266,31 @@ class InfiniGenPolicy(Policy):
         if self._fitted == step.selecting_rows:
             return False
         fitted = self._fitted or (False,) * step.rows
-        missing = [
+        missing = tuple(
             wants and not done for wants, done in zip(step.selecting_rows, fitted, strict=True)
-        ]
+        )
         if not any(missing):
             return False
+        self._fit_rows(missing, pool)
+        exact = step.exact_queries.sum(1).expand(step.rows).tolist()
+        self._plan_fits(missing, [step.start + each for each in exact])
+        self._fitted = tuple(a or b for a, b in zip(fitted, missing, strict=True))
+        return True
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _fit_rows(self, rows: tuple[bool, ...], pool: Pool) -> None:
         assert self._statistics is not None
         keys, _ = pool.all()
         new = self._statistics.projection(self._config.partial_dim(keys.shape[3]))
         old = self._partial_keys
-        keep = torch.tensor([not each for each in missing], device=keys.device)
+        keep = torch.tensor([not each for each in rows], device=keys.device)
         if old is not None:
             new = new.with_rows(keep, old.projection)
         self._partial_keys = PartialKeys(keys, new)
+        if old is not None:
+            self._partial_keys.keep_rows(keep, old)
         self._value_map = self._fit_values(new, keep)
-        self._plan_fits(tuple(missing), step.start + int(step.exact_queries.sum(1).max()))
-        self._fitted = tuple(a or b for a, b in zip(fitted, missing, strict=True))
-        return True
 
     def _fit_values(self, projection: Projection, keep: Tensor | None = None) -> ValueMap | None:
         """From the sums so far, but for the rows in ``keep`` as it was."""

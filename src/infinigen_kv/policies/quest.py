@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import torch
 from torch import Tensor
 
@@ -56,6 +58,13 @@ class QuestPolicy(Policy):
     @property
     def nbytes(self) -> int:
         return 0 if self._bounds is None else self._bounds.nbytes
+
+    def __copy__(self) -> QuestPolicy:
+        """One whose bounds, which are written in place, go their own way."""
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        other._bounds = deepcopy(self._bounds)
+        return other
 
     def choose_late(self, query: Tensor, step: Step, pool: Pool) -> Selection:
         """Pages for the true query ``(B, H, 1, D)``."""

@@ -12,8 +12,8 @@ from infinigen_kv.rehearsal.statistics import Moments, Projection
 GROWTH = 1.5
 SPARE_TOKENS = 512  # room for appends before the storage has to grow
 CODED_AT_ONCE = 4096  # tokens of which `PartialKeys.recoded` has float32 copies
-LEAST = 1e-12  # of a ridge, where partial keys do not vary at all
-RIDGE = 1e-5  # of each direction's own spread: those that depend on one another stay solvable
+LEAST = 1e-30  # of a variance, where keys do not vary at all
+FLAT = 1e-5  # of the largest variance: less is not told from the rounding of the sums
 
 
 class PartialKeys:
@@ -100,7 +100,8 @@ class PartialKeys:
 
         A key is guessed from its partial key z by least squares over all tokens of ``moments``,
         ``mean + (z - mean z) W``, and the guess is projected: one affine map of z. No key has to be
-        moved for it.
+        moved for it. Every direction of the keys counts as varying a little: for fewer directions
+        than R the guess would follow rounding errors, which grow with each turn.
 
         Parameters
         ----------
@@ -110,10 +111,12 @@ class PartialKeys:
             Of the keys.
         """
         assert self.projection.offset is not None and projection.offset is not None
-        old, scatter, mean = self.projection.key, moments.key_scatter, moments.key_mean
-        spread = old.mT @ scatter @ old
-        ridge = torch.diag_embed(RIDGE * spread.diagonal(dim1=-2, dim2=-1) + LEAST)
-        guess = torch.linalg.solve(spread + ridge, old.mT @ scatter)  # W, (B, H_kv, R, D)
+        old, mean = self.projection.key, moments.key_mean
+        scatter = moments.key_scatter.double()
+        largest = scatter.diagonal(dim1=-2, dim2=-1).amax(dim=-1)[..., None, None]
+        scatter = scatter + (FLAT * largest + LEAST) * torch.eye(scatter.shape[-1]).to(scatter)
+        known = old.mT.double() @ scatter
+        guess = torch.linalg.solve(known @ old.double(), known).float()  # W, (B, H_kv, R, D)
         turn = guess @ projection.key
         constant = (mean - projection.offset) @ projection.key
         constant = constant - (mean - self.projection.offset) @ old @ turn
@@ -127,6 +130,14 @@ class PartialKeys:
             coded = (turn.mT @ held.float() + constant.mT).to(held.dtype)
             new.storage[..., block] = torch.where(pick, held, coded)
         return new
+
+    def keep_rows(self, keep: Tensor, old: PartialKeys) -> None:
+        """Take over what ``old`` holds in the rows marked in ``keep`` ``(B,)``.
+
+        If `recoded`, that is not what the projection makes of the keys.
+        """
+        held = min(self.length, old.length)
+        self.storage[keep, ..., :held] = old.storage[keep, ..., :held]
 
     def truncate(self, length: int) -> None:
         """Forget the tokens from ``length`` on; more than there are forgets none."""

@@ -1,4 +1,6 @@
-"""Decoded tokens that a layer's running sums have not seen yet: sums of many at once cost less."""
+"""Decoded tokens that a layer's running sums have not seen yet: sums of many at once cost less, and
+tokens that are taken back at once leave no trace.
+"""
 
 from __future__ import annotations
 
@@ -9,77 +11,105 @@ from torch import Tensor
 
 from infinigen_kv.rehearsal.statistics import PromptStatistics
 
-MOST = 32  # tokens that wait
+MOST = 32  # tokens that wait when others come
 
 
 @dataclass(frozen=True, slots=True)
-class DecodedToken:
-    """One new token of each row, as `PromptStatistics.observe` takes it."""
+class DecodedTokens:
+    """The Q new tokens of one forward, as `PromptStatistics.observe` takes them."""
 
-    query: Tensor  # (B, H, 1, D)
-    key: Tensor  # (B, H_kv, 1, D)
-    value: Tensor  # (B, H_kv, 1, D_v)
-    position: Tensor  # (B or 1, 1)
-    weight: Tensor | None  # (B, 1)
+    query: Tensor  # (B, H, Q, D)
+    key: Tensor  # (B, H_kv, Q, D)
+    value: Tensor  # (B, H_kv, Q, D_v)
+    position: Tensor  # (B or 1, Q)
+    weight: Tensor | None  # (B, Q)
+
+    @property
+    def count(self) -> int:
+        """Q."""
+        return self.key.shape[2]
+
+    def first(self, count: int) -> DecodedTokens:
+        """The oldest ``count`` of them."""
+        some = slice(0, count)
+        return DecodedTokens(
+            self.query[:, :, some],
+            self.key[:, :, some],
+            self.value[:, :, some],
+            self.position[:, some],
+            None if self.weight is None else self.weight[:, some],
+        )
+
+    def rows(self, index: Tensor) -> DecodedTokens:
+        """Those of the batch rows ``index``."""
+        position, weight = self.position, self.weight
+        if position.shape[0] > 1:
+            position = position[index.to(position.device)]
+        if weight is not None:
+            weight = weight[index.to(weight.device)]
+        index = index.to(self.key.device)
+        return DecodedTokens(
+            self.query[index], self.key[index], self.value[index], position, weight
+        )
+
+    def detached(self) -> DecodedTokens:
+        """Without the graph that made them."""
+        return DecodedTokens(
+            self.query.detach(), self.key.detach(), self.value.detach(), self.position, self.weight
+        )
 
 
 @dataclass(slots=True)
 class RecentTokens:
-    """Tokens in the order of their decode steps."""
+    """Tokens in the order of their forwards."""
 
-    _tokens: list[DecodedToken] = field(default_factory=list)
+    _forwards: list[DecodedTokens] = field(default_factory=list)
 
     @property
     def is_full(self) -> bool:
-        """Whether it is time to move them on."""
-        return len(self._tokens) >= MOST
+        """Whether those that are here are to be moved on before others come."""
+        return sum(each.count for each in self._forwards) >= MOST
 
-    def add(self, token: DecodedToken) -> None:
-        """Keep a token; its tensors are not copied."""
-        self._tokens.append(token)
+    def add(self, tokens: DecodedTokens) -> None:
+        """Keep the tokens of a forward; their tensors are not copied."""
+        self._forwards.append(tokens.detached())
 
     def move_into(self, statistics: PromptStatistics) -> None:
         """Add the tokens to the sums, and forget them."""
-        if not self._tokens:
+        if not self._forwards:
             return
-        tokens, self._tokens = self._tokens, []
-        rows = tokens[0].key.shape[0]
+        forwards, self._forwards = self._forwards, []
+        rows = forwards[0].key.shape[0]
         weight = None
-        if any(each.weight is not None for each in tokens):
-            weight = torch.cat([_weight(each) for each in tokens], dim=1)
+        if any(each.weight is not None for each in forwards):
+            weight = torch.cat([_weight(each) for each in forwards], dim=1)
         statistics.observe(
-            torch.cat([each.query for each in tokens], dim=2),
-            torch.cat([each.key for each in tokens], dim=2),
-            torch.cat([each.position.expand(rows, 1) for each in tokens], dim=1),
+            torch.cat([each.query for each in forwards], dim=2),
+            torch.cat([each.key for each in forwards], dim=2),
+            torch.cat([each.position.expand(rows, -1) for each in forwards], dim=1),
             weight,
-            torch.cat([each.value for each in tokens], dim=2),
+            torch.cat([each.value for each in forwards], dim=2),
         )
 
     def drop(self, count: int) -> None:
         """Forget the newest ``count`` tokens, as far as they are still here."""
-        if count > 0:
-            del self._tokens[-count:]
+        while count > 0 and self._forwards:
+            last = self._forwards.pop()
+            if last.count > count:
+                self._forwards.append(last.first(last.count - count))
+            count -= last.count
 
     def rows(self, index: Tensor) -> RecentTokens:
         """Those of the batch rows ``index``."""
-        return RecentTokens([_rows(each, index) for each in self._tokens])
+        return RecentTokens([each.rows(index) for each in self._forwards])
 
     def copy(self) -> RecentTokens:
         """The same tokens, to be added to apart."""
-        return RecentTokens(list(self._tokens))
+        return RecentTokens(list(self._forwards))
 
 
-def _weight(token: DecodedToken) -> Tensor:
-    """``(B, 1)`` float, 1 where every row's token counts."""
-    if token.weight is not None:
-        return token.weight.float()
-    return torch.ones(token.key.shape[0], 1, device=token.key.device)
-
-
-def _rows(token: DecodedToken, index: Tensor) -> DecodedToken:
-    position = token.position
-    if position.shape[0] > 1:
-        position = position[index.to(position.device)]
-    weight = None if token.weight is None else token.weight[index.to(token.weight.device)]
-    index = index.to(token.key.device)
-    return DecodedToken(token.query[index], token.key[index], token.value[index], position, weight)
+def _weight(tokens: DecodedTokens) -> Tensor:
+    """``(B, Q)`` float, 1 where every row's token counts."""
+    if tokens.weight is not None:
+        return tokens.weight.float()
+    return torch.ones(tokens.key.shape[0], tokens.count, device=tokens.key.device)

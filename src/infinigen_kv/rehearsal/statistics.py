@@ -62,8 +62,10 @@ class Projection:
 
 
 class PromptStatistics(ABC):
-    """Sums over the tokens that a layer attended to in full."""
+    """Sums over tokens of a layer: a prompt's, and, where it is fitted anew, those that follow."""
 
+    @torch.inference_mode(False)  # sums may go on outside of it
+    @torch.no_grad()
     def observe(
         self,
         query: Tensor,
@@ -173,9 +175,8 @@ class Moments(PromptStatistics):
     def projection(self, rank: int) -> Projection:
         if not bool(torch.isfinite(self.key_outer).all() & torch.isfinite(self.query_outer).all()):
             raise InfiniGenError(
-                "the prompt's queries or keys contain NaN or infinity, so no rehearsal can be "
-                "built; check the model's weights and dtype (float16 may overflow where bfloat16 "
-                "does not)"
+                "the queries or keys so far contain NaN or infinity, so no rehearsal can be built; "
+                "check the model's weights and dtype (float16 may overflow where bfloat16 does not)"
             )
         query, key = best_projections(self.query_outer, self.key_scatter, rank)
         return Projection(query, key, self.key_mean)
@@ -188,7 +189,7 @@ class Moments(PromptStatistics):
     @property
     def key_scatter(self) -> Tensor:
         """Sum of (k - mean)^T (k - mean), ``(B, H_kv, D, D)``."""
-        return self.key_outer - self.key_sum.mT @ self.key_sum / self.count.clamp_min(1)
+        return self.key_outer - self.key_sum.mT @ (self.key_sum / self.count.clamp_min(1))
 
     @property
     def device(self) -> torch.device:
