@@ -287,7 +287,7 @@ def test_tokens_do_not_pile_up() -> None:
     driven.show(PROMPT, selecting=False)
     for _ in range(MOST + 3):
         driven.show(1, selecting=True)
-    assert sum(each.count for each in driven.policy._recent._forwards) == 3
+    assert sum(each.tokens for each in driven.policy._recent._forwards) == 3
 
 
 # The engine.

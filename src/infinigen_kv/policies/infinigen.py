@@ -8,7 +8,6 @@ from copy import copy
 import torch
 from torch import Tensor
 
-from infinigen_kv.attention import grouped_scores
 from infinigen_kv.candidates import HeldCandidates
 from infinigen_kv.config import InfiniGenConfig
 from infinigen_kv.kernels import Kernels
@@ -17,12 +16,11 @@ from infinigen_kv.pool.pool import Pool
 from infinigen_kv.rehearsal.layer import RehearsalLayer
 from infinigen_kv.rehearsal.partial_keys import PartialKeys
 from infinigen_kv.rehearsal.recent import MOST, DecodedTokens, RecentTokens
-from infinigen_kv.rehearsal.select import Candidates, Selection, choose, group_margin
+from infinigen_kv.rehearsal.select import Candidates, Selection, choose, likely_tokens
 from infinigen_kv.rehearsal.statistics import Magnitudes, Moments, Projection, PromptStatistics
 from infinigen_kv.rehearsal.tail import Tail, ValueMap
 from infinigen_kv.step import Step
 
-LAST_QUERIES = 16  # of a prompt; they tell best what the first steps will want
 NEVER = sys.maxsize  # tokens; of rows whose first selection is still to come
 
 
@@ -160,13 +158,8 @@ class InfiniGenPolicy(Policy):
 
     def likely(self, count: int, query: Tensor, keys: Tensor, step: Step) -> Tensor | None:
         """What the prompt's last queries would like best, by their true scores."""
-        last = query[:, :, -LAST_QUERIES:]
-        scores = grouped_scores(last, keys, self._layer.scaling, self._layer.softcap)
-        if step.visible is not None:
-            real = step.visible.to(scores.device)[:, None, None, None, :]
-            scores = scores.masked_fill(~real, float("-inf"))
-        wanted = group_margin(scores).amax(dim=2)  # (B, H_kv, T)
-        return wanted.topk(min(count, wanted.shape[2]), dim=2).indices
+        scaling, softcap = self._layer.scaling, self._layer.softcap
+        return likely_tokens(count, query, keys, step.visible, scaling=scaling, softcap=softcap)
 
     def truncate(self, length: int) -> None:
         if length == 0:

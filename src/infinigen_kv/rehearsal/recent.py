@@ -4,7 +4,8 @@ tokens that are taken back at once leave no trace.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,8 +15,7 @@ from infinigen_kv.rehearsal.statistics import PromptStatistics
 MOST = 32  # tokens that wait when others come
 
 
-@dataclass(frozen=True, slots=True)
-class DecodedTokens:
+class DecodedTokens(NamedTuple):
     """The Q new tokens of one forward, as `PromptStatistics.observe` takes them."""
 
     query: Tensor  # (B, H, Q, D)
@@ -25,7 +25,7 @@ class DecodedTokens:
     weight: Tensor | None  # (B, Q)
 
     @property
-    def count(self) -> int:
+    def tokens(self) -> int:
         """Q."""
         return self.key.shape[2]
 
@@ -59,26 +59,29 @@ class DecodedTokens:
         )
 
 
-@dataclass(slots=True)
 class RecentTokens:
     """Tokens in the order of their forwards."""
 
-    _forwards: list[DecodedTokens] = field(default_factory=list)
+    def __init__(self, forwards: Iterable[DecodedTokens] = ()) -> None:
+        self._forwards = list(forwards)
+        self._count = sum(each.tokens for each in self._forwards)
 
     @property
     def is_full(self) -> bool:
         """Whether those that are here are to be moved on before others come."""
-        return sum(each.count for each in self._forwards) >= MOST
+        return self._count >= MOST
 
     def add(self, tokens: DecodedTokens) -> None:
         """Keep the tokens of a forward; their tensors are not copied."""
-        self._forwards.append(tokens.detached())
+        graph = tokens.query.requires_grad or tokens.key.requires_grad or tokens.value.requires_grad
+        self._forwards.append(tokens.detached() if graph else tokens)
+        self._count += tokens.tokens
 
     def move_into(self, statistics: PromptStatistics) -> None:
         """Add the tokens to the sums, and forget them."""
         if not self._forwards:
             return
-        forwards, self._forwards = self._forwards, []
+        forwards, self._forwards, self._count = self._forwards, [], 0
         rows = forwards[0].key.shape[0]
         weight = None
         if any(each.weight is not None for each in forwards):
@@ -95,21 +98,22 @@ class RecentTokens:
         """Forget the newest ``count`` tokens, as far as they are still here."""
         while count > 0 and self._forwards:
             last = self._forwards.pop()
-            if last.count > count:
-                self._forwards.append(last.first(last.count - count))
-            count -= last.count
+            if last.tokens > count:
+                self._forwards.append(last.first(last.tokens - count))
+            self._count -= min(count, last.tokens)
+            count -= last.tokens
 
     def rows(self, index: Tensor) -> RecentTokens:
         """Those of the batch rows ``index``."""
-        return RecentTokens([each.rows(index) for each in self._forwards])
+        return RecentTokens(each.rows(index) for each in self._forwards)
 
     def copy(self) -> RecentTokens:
         """The same tokens, to be added to apart."""
-        return RecentTokens(list(self._forwards))
+        return RecentTokens(self._forwards)
 
 
 def _weight(tokens: DecodedTokens) -> Tensor:
     """``(B, Q)`` float, 1 where every row's token counts."""
     if tokens.weight is not None:
         return tokens.weight.float()
-    return torch.ones(tokens.key.shape[0], tokens.count, device=tokens.key.device)
+    return torch.ones(tokens.key.shape[0], tokens.tokens, device=tokens.key.device)

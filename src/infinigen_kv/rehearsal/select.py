@@ -8,7 +8,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from infinigen_kv.attention import grouped_scores
 from infinigen_kv.errors import InfiniGenError
+
+LAST_QUERIES = 16  # of a prompt; they tell best what the first steps will want
 
 UNSOUND = (
     "the rehearsed scores contain NaN or infinity, so no tokens can be selected: check the model's "
@@ -152,6 +155,32 @@ def top_entries(margin: Tensor, counts: Tensor) -> Selection:
     if counts.numel() == 1:  # order is of no use when every column is meant
         return Selection(margin.topk(most, dim=-1, sorted=False).indices, None)
     return Selection(margin.topk(most, dim=-1, sorted=True).indices, counts)
+
+
+def likely_tokens(
+    count: int,
+    query: Tensor,
+    keys: Tensor,
+    visible: Tensor | None,
+    *,
+    scaling: float,
+    softcap: float | None,
+) -> Tensor:
+    """At most ``count`` tokens ``(B, H_kv, n)`` that a prompt's last queries like best.
+
+    Parameters
+    ----------
+    query, keys
+        The prompt's, ``(B, H, Q, D)`` and ``(B, H_kv, T, D)``.
+    visible
+        ``(B, T)`` boolean, False for padding; None where there is none.
+    """
+    scores = grouped_scores(query[:, :, -LAST_QUERIES:], keys, scaling, softcap)
+    if visible is not None:
+        real = visible.to(scores.device)[:, None, None, None, :]
+        scores = scores.masked_fill(~real, float("-inf"))
+    wanted = group_margin(scores).amax(dim=2)  # (B, H_kv, T)
+    return wanted.topk(min(count, wanted.shape[2]), dim=2).indices
 
 
 def selection_mask(selection: Selection, tokens: int) -> Tensor:
