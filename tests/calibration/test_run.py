@@ -252,6 +252,18 @@ def test_an_unsupported_model(tokenizer: Any) -> None:
         calibrate(model, tokenizer, TEXTS)
 
 
+def test_queries_whose_squares_overflow_are_a_clear_error(
+    tokenizer: Any, cache_folder: Path
+) -> None:
+    model = llama()
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.weight.mul_(1e25)
+    with pytest.raises(
+        InfiniGenError, match="layer 1 contain NaN or infinity, or queries too large"
+    ):
+        calibrate(model, tokenizer, TEXTS)
+
+
 def test_a_model_that_computes_nan_is_a_clear_error(tokenizer: Any, cache_folder: Path) -> None:
     model = llama()
     with torch.no_grad():

@@ -197,10 +197,11 @@ def _fit(
     weight = weight.detach().cpu()
     bias = None if bias is None else bias.detach().cpu()
     rank = min(rank, *sums.cross_moment.shape)
-    if not bool(sums.input_moment.isfinite().all() & sums.cross_moment.isfinite().all()):
+    moments = (sums.input_moment, sums.cross_moment, sums.query_moment)
+    if not all(bool(each.isfinite().all()) for each in moments):
         raise InfiniGenError(
-            f"the inputs or queries of layer {index} contain NaN or infinity, so it cannot be "
-            "calibrated; check the model's weights and dtype (float16 may overflow where bfloat16 "
+            f"the inputs or queries of layer {index} contain NaN or infinity, or queries too large "
+            "for their squares, so it cannot be calibrated; check the model's weights and dtype (float16 may overflow where bfloat16 "
             "does not)"
         )
     with stages.stage("fitting"):
