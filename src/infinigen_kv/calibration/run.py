@@ -201,8 +201,8 @@ def _fit(
     if not all(bool(each.isfinite().all()) for each in moments):
         raise InfiniGenError(
             f"the inputs or queries of layer {index} contain NaN or infinity, or queries too large "
-            "for their squares, so it cannot be calibrated; check the model's weights and dtype (float16 may overflow where bfloat16 "
-            "does not)"
+            "for their squares, so it cannot be calibrated; check the model's weights and dtype "
+            "(float16 may overflow where bfloat16 does not)"
         )
     with stages.stage("fitting"):
         down, up = fit_correction(sums.input_moment, sums.cross_moment, weight, bias, rank)
