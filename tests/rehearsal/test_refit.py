@@ -20,7 +20,7 @@ from infinigen_kv.kernels import TorchKernels
 from infinigen_kv.policies.infinigen import InfiniGenPolicy
 from infinigen_kv.pool.pool import LocalPool
 from infinigen_kv.rehearsal.layer import RehearsalLayer
-from infinigen_kv.rehearsal.partial_keys import PartialKeys
+from infinigen_kv.rehearsal.partial_keys import TOLD, PartialKeys
 from infinigen_kv.rehearsal.recent import MOST, DecodedTokens, RecentTokens
 from infinigen_kv.rehearsal.statistics import Moments
 from infinigen_kv.step import Step
@@ -118,10 +118,9 @@ def test_keys_of_few_directions_are_turned_again_and_again() -> None:
         new_keys = keys[:, :, part]
         moments.observe(query[:, :, part], new_keys, torch.arange(at, at + step)[None], None)
         partial.append(new_keys)
-        new = moments.projection(rank)
-        partial = partial.recoded(new, moments, torch.zeros(1, dtype=torch.bool))
+        partial = partial.refitted(moments, torch.zeros(1, dtype=torch.bool))
     found = partial.scores(query[:, :, -1:], 1.0, None)
-    wanted = PartialKeys(keys, new).scores(query[:, :, -1:], 1.0, None)
+    wanted = PartialKeys(keys, partial.projection).scores(query[:, :, -1:], 1.0, None)
     assert_close(found, wanted, atol=1e-3, rtol=1e-3)
 
 
@@ -206,20 +205,34 @@ class Driven:
         group, token = HEADS // KV_HEADS, self.at - 1
         scores = []
         for head in range(KV_HEADS):
-            q = self.query[0, head * group : (head + 1) * group, :known].double().numpy()
-            k = self.keys[0, head, :known].double().numpy()
-            late = ((np.arange(known) + 1.0) / 4096) ** 3
-            square = sum((each * late[:, None]).T @ each for each in q)
-            mean = k.mean(axis=0)
-            centred = k - mean
-            root_q, root_k = (_root(each) for each in (square, centred.T @ centred))
-            left, size, right = np.linalg.svd(root_q @ root_k)
-            score = left[:, :RANK] * size[:RANK] @ right[:RANK]
-            kernel = np.linalg.inv(root_q) @ score @ np.linalg.inv(root_k)
+            mean, kernel, basis = self.fitted(head, PROMPT, None)
+            if known > PROMPT:  # for what these partial keys tell of the keys, and for the keys
+                mean, kernel, _ = self.fitted(head, known, basis)
             newest = self.keys[0, head, token].double().numpy()
             each = self.query[0, head * group : (head + 1) * group, 0].double().numpy()
             scores.append(each @ kernel @ (newest - mean) + each @ mean)
         return torch.tensor(np.array(scores), dtype=torch.float32)
+
+    def fitted(self, head: int, known: int, basis: Any) -> tuple[Any, Any, Any]:
+        """Mean key, B C^T and C of the first ``known`` tokens, where keys in part are what their
+        products with ``basis`` tell.
+        """
+        group = HEADS // KV_HEADS
+        q = self.query[0, head * group : (head + 1) * group, :known].double().numpy()
+        k = self.keys[0, head, :known].double().numpy()
+        late = ((np.arange(known) + 1.0) / 4096) ** 3
+        square = sum((each * late[:, None]).T @ each for each in q)
+        mean = k.mean(axis=0)
+        scatter = (k - mean).T @ (k - mean)
+        if basis is not None:
+            z = (k - mean) @ basis
+            told = z @ np.linalg.lstsq(z, k - mean, rcond=None)[0]
+            scatter = TOLD * told.T @ told + (1 - TOLD) * scatter
+        root_q, root_k = _root(square), _root(scatter)
+        left, size, right = np.linalg.svd(root_q @ root_k)
+        score = left[:, :RANK] * size[:RANK] @ right[:RANK]
+        kernel = np.linalg.inv(root_q) @ score @ np.linalg.inv(root_k)
+        return mean, kernel, np.linalg.inv(root_k) @ right[:RANK].T
 
 
 def _root(square: Any) -> Any:

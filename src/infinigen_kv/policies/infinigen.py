@@ -238,7 +238,7 @@ class InfiniGenPolicy(Policy):
         """Choose the partial dimensions anew of the rows that have grown enough since.
 
         Those of the prompt fit less and less what comes later. The partial keys are turned into the
-        new ones, see `PartialKeys.recoded`, so that no key has to be moved.
+        new ones, see `PartialKeys.refitted`, so that no key has to be moved.
         """
         moments, partial = self._statistics, self._partial_keys
         if partial is None or not isinstance(moments, Moments):
@@ -246,10 +246,8 @@ class InfiniGenPolicy(Policy):
         self._recent.move_into(moments)
         due = tuple(length >= each for each in self._next_fit)
         keep = torch.tensor([not each for each in due], device=moments.device)
-        old = partial.projection
-        new = moments.projection(old.key.shape[3]).with_rows(keep, old)
-        self._partial_keys = partial.recoded(new, moments, keep)
-        self._value_map = self._fit_values(new, keep)
+        self._partial_keys = partial.refitted(moments, keep)
+        self._value_map = self._fit_values(self._partial_keys.projection, keep)
         self._plan_fits(due, [length] * len(due))
 
     def _fit(self, step: Step, pool: Pool) -> bool:

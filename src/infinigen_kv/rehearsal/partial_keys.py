@@ -13,6 +13,7 @@ GROWTH = 1.5
 SPARE_TOKENS = 512  # room for appends before the storage has to grow
 CODED_AT_ONCE = 4096  # tokens of which `PartialKeys.recoded` has float32 copies
 LEAST = 1e-30  # of a variance, where keys do not vary at all
+TOLD = 0.7  # weight of guessed keys against true ones in the choice of a new projection
 FLAT = 1e-5  # of the largest variance: less is not told from the rounding of the sums
 
 
@@ -95,31 +96,48 @@ class PartialKeys:
             scores = (torch.tanh(scores / softcap) * softcap).masked_fill(odd, float("nan"))
         return scores.view(rows, kv_heads, heads // kv_heads, queries, self.length)
 
-    def recoded(self, projection: Projection, moments: Moments, keep: Tensor) -> PartialKeys:
-        """What ``projection`` would make of the keys, as far as these partial keys tell.
+    def guesses(self, moments: Moments) -> Tensor:
+        """W ``(B, H_kv, R, D)``: a key is guessed from its partial key z as mean + (z - mean z) W.
 
-        A key is guessed from its partial key z by least squares over all tokens of ``moments``,
-        ``mean + (z - mean z) W``, and the guess is projected: one affine map of z. No key has to be
-        moved for it. Every direction of the keys counts as varying a little: for fewer directions
-        than R the guess would follow rounding errors, which grow with each turn.
-
-        Parameters
-        ----------
-        projection
-            Of all rows; where ``keep`` ``(B,)`` it is what it was, and so are the partial keys.
-        moments
-            Of the keys.
+        By least squares over all tokens of ``moments``. Every direction of the keys counts as
+        varying a little: for fewer directions than R the guess would follow rounding errors, which
+        grow with each turn.
         """
-        assert self.projection.offset is not None and projection.offset is not None
-        old, mean = self.projection.key, moments.key_mean
         scatter = moments.key_scatter.double()
         largest = scatter.diagonal(dim1=-2, dim2=-1).amax(dim=-1)[..., None, None]
         scatter = scatter + (FLAT * largest + LEAST) * torch.eye(scatter.shape[-1]).to(scatter)
-        known = old.mT.double() @ scatter
-        guess = torch.linalg.solve(known @ old.double(), known).float()  # W, (B, H_kv, R, D)
-        turn = guess @ projection.key
+        known = self.projection.key.mT.double() @ scatter
+        return torch.linalg.solve(known @ self.projection.key.double(), known).float()
+
+    def refitted(self, moments: Moments, keep: Tensor) -> PartialKeys:
+        """With the projection that ``moments`` suggest, as far as these partial keys tell.
+
+        The guess of each key (`guesses`) is projected, which is one affine map of z, so that no key
+        has to be moved. What cannot be guessed is lost on tokens of the past and useful for those
+        to come: the projection is best for a mixture of guessed and true keys.
+
+        Parameters
+        ----------
+        moments
+            Of the queries and keys.
+        keep
+            ``(B,)`` rows whose projection and partial keys stay as they are.
+        """
+        old, guess, scatter = self.projection, self.guesses(moments), moments.key_scatter
+        told = guess.mT @ (old.key.mT @ scatter @ old.key) @ guess
+        mixture = TOLD * told + (1 - TOLD) * scatter
+        new = moments.projection(old.key.shape[3], mixture).with_rows(keep, old)
+        return self.recoded(new, moments, keep)
+
+    def recoded(self, projection: Projection, moments: Moments, keep: Tensor) -> PartialKeys:
+        """What ``projection`` makes of the keys as they are guessed, but for the rows in ``keep``
+        ``(B,)``, of which it is the old one.
+        """
+        assert self.projection.offset is not None and projection.offset is not None
+        mean = moments.key_mean
+        turn = self.guesses(moments) @ projection.key
         constant = (mean - projection.offset) @ projection.key
-        constant = constant - (mean - self.projection.offset) @ old @ turn
+        constant = constant - (mean - self.projection.offset) @ self.projection.key @ turn
         new = copy(self)
         new.projection = projection
         new.storage = _writable(tuple(self.storage.shape), self.storage)

@@ -172,13 +172,15 @@ class Moments(PromptStatistics):
         self.key_sum = self.key_sum + centred.sum(2, keepdim=True)
         self.count = self.count + total
 
-    def projection(self, rank: int) -> Projection:
+    def projection(self, rank: int, key_scatter: Tensor | None = None) -> Projection:
+        """As `PromptStatistics.projection`, for keys of another scatter about the same mean."""
         if not bool(torch.isfinite(self.key_outer).all() & torch.isfinite(self.query_outer).all()):
             raise InfiniGenError(
                 "the queries or keys so far contain NaN or infinity, so no rehearsal can be built; "
                 "check the model's weights and dtype (float16 may overflow where bfloat16 does not)"
             )
-        query, key = best_projections(self.query_outer, self.key_scatter, rank)
+        scatter = self.key_scatter if key_scatter is None else key_scatter
+        query, key = best_projections(self.query_outer, scatter, rank)
         return Projection(query, key, self.key_mean)
 
     @property
