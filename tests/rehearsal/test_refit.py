@@ -13,6 +13,7 @@ from torch.testing import assert_close
 
 import tiny
 from calibrating import calibrate_tiny, feed, left_padded, run, selecting, tokens
+from fitting import DIM, HEADS, KV_HEADS, mixed
 from infinigen_kv import Calibration, attach
 from infinigen_kv.fidelity import forgetting
 from infinigen_kv.generate import decode, forward, prefill
@@ -20,148 +21,12 @@ from infinigen_kv.kernels import TorchKernels
 from infinigen_kv.policies.infinigen import InfiniGenPolicy
 from infinigen_kv.pool.pool import LocalPool
 from infinigen_kv.rehearsal.layer import RehearsalLayer
-from infinigen_kv.rehearsal.partial_keys import TOLD, PartialKeys
-from infinigen_kv.rehearsal.recent import MOST, DecodedTokens, RecentTokens
-from infinigen_kv.rehearsal.statistics import Moments
+from infinigen_kv.rehearsal.partial_keys import TOLD
+from infinigen_kv.rehearsal.recent import MOST
 from infinigen_kv.step import Step
 
-HEADS, KV_HEADS, DIM, RANK = 4, 2, 8, 3
+RANK = 3
 PROMPT, EVERY = 40, 16
-
-
-def random(seed: int, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def mixed(seed: int, rows: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values whose directions differ in weight; keys have an offset."""
-    turn = random(seed + 100, 3, 1, 1, DIM, DIM)
-    query = random(seed, rows, HEADS, count, DIM) @ turn[0]
-    keys = random(seed + 1, rows, KV_HEADS, count, DIM) @ turn[1] + 2 * turn[2][..., :1, :]
-    values = keys @ turn[2] + random(seed + 2, rows, KV_HEADS, count, DIM)
-    return query, keys, values
-
-
-def moments_of(query: Tensor, keys: Tensor, values: Tensor, start: int = 0) -> Moments:
-    moments = Moments.start(keys, values)
-    position = torch.arange(start, start + keys.shape[2])[None]
-    moments.observe(query, keys, position, None, values)
-    return moments
-
-
-# Partial keys, in a new basis.
-
-
-@pytest.mark.parametrize("tokens_held", [70, 5000])  # more than are turned at once
-def test_partial_keys_are_turned_by_least_squares(tokens_held: int) -> None:
-    query, keys, values = mixed(1, 2, tokens_held)
-    old = moments_of(*mixed(2, 2, 60)).projection(RANK)
-    moments = moments_of(query, keys, values)
-    new = moments.projection(RANK)
-    found = PartialKeys(keys, old).recoded(new, moments, torch.zeros(2, dtype=torch.bool))
-    assert found.length == tokens_held and found.projection is new
-    for row in range(2):
-        for head in range(KV_HEADS):
-            key = keys[row, head].double().numpy()
-            offset, to_partial = (
-                each[row, head].double().numpy() for each in (old.offset, old.key)
-            )
-            z = (key - offset) @ to_partial
-            known = np.hstack([z, np.ones((len(z), 1))])
-            guess = known @ np.linalg.lstsq(known, key, rcond=None)[0]
-            wanted = (guess - new.offset[row, head].numpy()) @ new.key[row, head].double().numpy()
-            error = np.abs(found.view()[row, head].numpy() - wanted).max()
-            assert error < 1e-3 * np.abs(wanted).max()
-
-
-def test_of_full_rank_nothing_is_lost() -> None:
-    query, keys, values = mixed(1, 1, 70)
-    moments = moments_of(query, keys, values)
-    old, new = moments_of(*mixed(2, 1, 60)).projection(DIM), moments.projection(DIM)
-    found = PartialKeys(keys, old).recoded(new, moments, torch.zeros(1, dtype=torch.bool))
-    wanted = PartialKeys(keys, new).view()
-    assert (found.view() - wanted).abs().max() < 1e-2 * wanted.abs().max()
-
-
-def test_rows_that_are_kept_keep_their_partial_keys() -> None:
-    query, keys, values = mixed(1, 2, 30)
-    moments = moments_of(query, keys, values)
-    partial = PartialKeys(keys, moments_of(*mixed(2, 2, 60)).projection(RANK))
-    before = partial.view().clone()
-    keep = torch.tensor([True, False])
-    new = moments.projection(RANK).with_rows(keep, partial.projection)
-    found = partial.recoded(new, moments, keep)
-    assert torch.equal(found.view()[0], before[0])
-    assert not torch.equal(found.view()[1], before[1])
-    assert torch.equal(partial.view(), before)  # the old ones are still there for copies of a cache
-
-
-def test_keys_that_do_not_vary_give_finite_numbers() -> None:
-    query, _, values = mixed(1, 1, 30)
-    keys = random(5, 1, KV_HEADS, 1, DIM).expand(-1, -1, 30, -1)
-    moments = moments_of(query, keys, values)
-    partial = PartialKeys(keys, moments.projection(RANK))
-    again = partial.recoded(moments.projection(RANK), moments, torch.zeros(1, dtype=torch.bool))
-    assert bool(again.view().isfinite().all())
-
-
-def test_keys_of_few_directions_are_turned_again_and_again() -> None:
-    """With fewer directions than R, rounding errors must not grow from turn to turn."""
-    start, step, total, rank, dim = 100, 20, 700, 16, 32
-    query = random(1, 1, HEADS, total, dim)
-    keys = random(2, 1, KV_HEADS, total, 3) @ random(3, 3, dim)
-    moments = Moments.start(keys)
-    moments.observe(query[:, :, :start], keys[:, :, :start], torch.arange(start)[None], None)
-    partial = PartialKeys(keys[:, :, :start], moments.projection(rank))
-    for at in range(start, total, step):
-        part = slice(at, at + step)
-        new_keys = keys[:, :, part]
-        moments.observe(query[:, :, part], new_keys, torch.arange(at, at + step)[None], None)
-        partial.append(new_keys)
-        partial = partial.refitted(moments, torch.zeros(1, dtype=torch.bool))
-    found = partial.scores(query[:, :, -1:], 1.0, None)
-    wanted = PartialKeys(keys, partial.projection).scores(query[:, :, -1:], 1.0, None)
-    assert_close(found, wanted, atol=1e-3, rtol=1e-3)
-
-
-# Tokens that wait.
-
-
-@pytest.mark.parametrize("width", [1, 4])
-@pytest.mark.parametrize("dropped", [0, 3, 5, 100])
-def test_tokens_that_waited_count_as_at_once(dropped: int, width: int) -> None:
-    query, keys, values = mixed(3, 2, 10)
-    weight = torch.ones(2, 10)
-    weight[1, 4] = 0.0
-    recent, found = RecentTokens(), Moments.start(keys, values)
-    for at in range(0, 10, width):
-        some = slice(at, min(at + width, 10))
-        shown = None if bool(weight[:, some].all()) else weight[:, some]
-        recent.add(
-            DecodedTokens(
-                query[:, :, some],
-                keys[:, :, some],
-                values[:, :, some],
-                torch.arange(10)[None, some],
-                shown,
-            )
-        )
-    recent.drop(dropped)
-    recent.rows(torch.tensor([1, 0])).move_into(found)
-    left = max(0, 10 - dropped)
-    wanted = Moments.start(keys, values)
-    if left:
-        position = torch.arange(left)[None]
-        part = slice(0, left)
-        wanted.observe(
-            query.flip(0)[:, :, part], keys.flip(0)[:, :, part], position, weight.flip(0)[:, part],
-            values.flip(0)[:, :, part],
-        )  # fmt: skip
-    assert_close(found.query_outer, wanted.query_outer)
-    assert_close(found.key_scatter, wanted.key_scatter, atol=1e-4, rtol=1e-4)
-    assert found.values is not None and wanted.values is not None
-    assert_close(found.values.products, wanted.values.products, atol=1e-4, rtol=1e-4)
-    assert_close(found.count, wanted.count)
 
 
 # One layer's policy.

@@ -127,15 +127,17 @@ class PartialKeys:
         told = guess.mT @ (old.key.mT @ scatter @ old.key) @ guess
         mixture = TOLD * told + (1 - TOLD) * scatter
         new = moments.projection(old.key.shape[3], mixture).with_rows(keep, old)
-        return self.recoded(new, moments, keep)
+        return self.recoded(new, moments, guess, keep)
 
-    def recoded(self, projection: Projection, moments: Moments, keep: Tensor) -> PartialKeys:
-        """What ``projection`` makes of the keys as they are guessed, but for the rows in ``keep``
+    def recoded(
+        self, projection: Projection, moments: Moments, guess: Tensor, keep: Tensor
+    ) -> PartialKeys:
+        """What ``projection`` makes of the guessed keys (`guesses`), but for the rows in ``keep``
         ``(B,)``, of which it is the old one.
         """
         assert self.projection.offset is not None and projection.offset is not None
         mean = moments.key_mean
-        turn = self.guesses(moments) @ projection.key
+        turn = guess @ projection.key
         constant = (mean - projection.offset) @ projection.key
         constant = constant - (mean - self.projection.offset) @ self.projection.key @ turn
         new = copy(self)
