@@ -25,8 +25,8 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 from infinigen_kv import InfiniGenConfig, attach, calibrate, load_model
-from infinigen_kv.generate import forward
-from infinigen_kv.texts import documentation_text
+from infinigen_kv.cache.forward import forward
+from infinigen_kv.calibration.texts import documentation_text
 
 WARM_UP = 4
 

@@ -16,8 +16,8 @@ import sys
 import torch
 
 from infinigen_kv import StorageConfig, attach, calibrate, load_model
-from infinigen_kv.generate import forward, prefill
-from infinigen_kv.texts import documentation_text
+from infinigen_kv.cache.forward import forward, prefill
+from infinigen_kv.calibration.texts import documentation_text
 from process_memory import forget_peak, resident_bytes
 
 SETTINGS = {

@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 
 from infinigen_kv import attach, calibrate, load_model
-from infinigen_kv.generate import forward, prefill
-from infinigen_kv.pool.slots import EVICTIONS
-from infinigen_kv.storage_config import StorageConfig
+from infinigen_kv.cache.forward import forward, prefill
+from infinigen_kv.storage.config import StorageConfig
+from infinigen_kv.storage.homes.slots import EVICTIONS
 
 
 @torch.no_grad()

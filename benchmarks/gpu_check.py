@@ -28,15 +28,15 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from infinigen_kv import InfiniGenConfig, attach, calibrate, load_model
-from infinigen_kv.bench import bench
-from infinigen_kv.generate import cache_argument, forward
-from infinigen_kv.link.cuda import CudaStore
-from infinigen_kv.link.lane import Gather, Lane
-from infinigen_kv.models import EMBEDDED_PACKAGE
-from infinigen_kv.pool.pinned import HostMemory, pinned
-from infinigen_kv.pool.store import RamStore
-from infinigen_kv.storage_config import StorageConfig
-from infinigen_kv.texts import documentation_text
+from infinigen_kv.cache.forward import cache_argument, forward
+from infinigen_kv.calibration.texts import documentation_text
+from infinigen_kv.models.loading import EMBEDDED_PACKAGE
+from infinigen_kv.storage.config import StorageConfig
+from infinigen_kv.storage.homes.pinned import HostMemory, pinned
+from infinigen_kv.storage.homes.store import RamStore
+from infinigen_kv.storage.link.cuda import CudaStore
+from infinigen_kv.storage.link.lane import Gather, Lane
+from infinigen_kv_lab.bench.run import bench
 
 PROMPT, STEPS, ROWS = 300, 40, 2
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -197,7 +197,7 @@ def check_triton(device: torch.device) -> str:
     """The kernel equals `index_select`; how fast it and the bus are."""
     if not HAS_TRITON:
         return "skipped: triton is not installed"
-    from infinigen_kv.link.triton_gather import gather_rows
+    from infinigen_kv.storage.link.triton_gather import gather_rows
 
     remarks = []
     for width in (6, 100, 256, 1024):

@@ -24,10 +24,10 @@ from typing import Any
 import torch
 
 from infinigen_kv import StorageConfig, attach, calibrate, load_model
-from infinigen_kv.generate import forward, prefill
+from infinigen_kv.cache.forward import forward, prefill
+from infinigen_kv.calibration.texts import documentation_text
 from infinigen_kv.memory import calibration_fields, model_request, plan_memory
 from infinigen_kv.memory.plan import CacheBytes
-from infinigen_kv.texts import documentation_text
 from process_memory import forget_peak, resident_bytes
 
 MAPPED = {"MALLOC_MMAP_THRESHOLD_": str(64 * 1024)}  # glibc's own default grows to 32 MiB

@@ -30,8 +30,8 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from infinigen_kv import Session, StorageConfig, attach, calibrate, load_model
-from infinigen_kv.generate import forward, prefill
-from infinigen_kv.texts import documentation_text
+from infinigen_kv.cache.forward import forward, prefill
+from infinigen_kv.calibration.texts import documentation_text
 from process_memory import forget_peak, resident_bytes
 
 PEER = "Transformers"

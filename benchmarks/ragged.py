@@ -28,12 +28,12 @@ import torch
 from torch import Tensor
 
 from infinigen_kv import Calibration, Session, attach, calibrate, load_model
-from infinigen_kv.batch import InfiniGenBatch
-from infinigen_kv.generate import forward, prefill
-from infinigen_kv.models import LoadedModel
-from infinigen_kv.row import Row
-from infinigen_kv.scheduling import Request, run_requests
-from infinigen_kv.texts import documentation_text
+from infinigen_kv.batching.batch import InfiniGenBatch
+from infinigen_kv.batching.row import Row
+from infinigen_kv.batching.scheduling import Request, run_requests
+from infinigen_kv.cache.forward import forward, prefill
+from infinigen_kv.calibration.texts import documentation_text
+from infinigen_kv.models.loading import LoadedModel
 
 WATCHED = 50  # requests between two looks at the memory
 SHORT = range(16, 65)  # tokens of a short prompt

@@ -24,12 +24,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from infinigen_kv import InfiniGenConfig, attach, calibrate, load_model
-from infinigen_kv.generate import forward, prefill
-from infinigen_kv.kernels import TorchKernels
+from infinigen_kv.cache.forward import forward, prefill
+from infinigen_kv.calibration.texts import documentation_text
+from infinigen_kv.kernels.base import TorchKernels
 from infinigen_kv.policies.infinigen import InfiniGenPolicy
 from infinigen_kv.rehearsal.partial_keys import PartialKeys
 from infinigen_kv.rehearsal.select import Candidates, Selection, choose, group_margin
-from infinigen_kv.texts import documentation_text
 
 Trace = list[tuple[NDArray[np.int64], NDArray[np.float32]]]
 Score = Callable[["State"], NDArray[np.float64]]

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from infinigen_kv import InfiniGenCache, Session, StorageConfig, attach, calibrate, load_model
-from infinigen_kv.generate import forward, prefill
-from infinigen_kv.texts import documentation_text
+from infinigen_kv.cache.forward import forward, prefill
+from infinigen_kv.calibration.texts import documentation_text
 
 WARM_UP = 4
 SHORT = 64  # tokens of a context at which nothing but the model costs time

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from infinigen_kv import Calibration, load_model
-from infinigen_kv.tuning.options import TuneOptions
-from infinigen_kv.tuning.trial import Trial, Trials
-from infinigen_kv.tuning.windows import split_windows
+from infinigen_kv_lab.tuning.options import TuneOptions
+from infinigen_kv_lab.tuning.trial import Trial, Trials
+from infinigen_kv_lab.tuning.windows import split_windows
 
 MOST = 16  # single alphas that are tried
 

@@ -6,8 +6,8 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from infinigen_kv import session
-from infinigen_kv.kernels import NATIVE_DTYPES, Kernels, find_kernels
+from infinigen_kv.kernels.base import NATIVE_DTYPES, Kernels, find_kernels
+from infinigen_kv.session import attach as session
 
 
 @pytest.fixture(params=["native", "torch"], scope="module", autouse=True)

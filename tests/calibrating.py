@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from infinigen_kv import Calibration, InfiniGenConfig, calibrate
-from infinigen_kv.generate import cache_argument
+from infinigen_kv.cache.forward import cache_argument
 from tiny import PAD_TOKEN, VOCABULARY
 
 

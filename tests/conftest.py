@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from infinigen_kv.models import EMBEDDED_INSTALL, EMBEDDED_PACKAGE, LoadedModel, load_model
+from infinigen_kv.models.loading import EMBEDDED_INSTALL, EMBEDDED_PACKAGE, LoadedModel, load_model
 
 # Timings on a busy machine say nothing about the code.
 settings.register_profile("project", deadline=None)

@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from infinigen_kv import storage as storage_module
-from infinigen_kv.link import cuda, staging
-from infinigen_kv.link.lane import Gather, Lane
-from infinigen_kv.link.streams import Way
-from infinigen_kv.pool import pinned as pinned_module
-from infinigen_kv.pool.buffer import TokenBuffer
+from infinigen_kv.storage import storage as storage_module
+from infinigen_kv.storage.homes import pinned as pinned_module
+from infinigen_kv.storage.homes.buffer import TokenBuffer
+from infinigen_kv.storage.link import cuda, staging
+from infinigen_kv.storage.link.lane import Gather, Lane
+from infinigen_kv.storage.link.streams import Way
 
 UNWRITTEN = 0xAB
 

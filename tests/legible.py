@@ -8,7 +8,7 @@ from typing import Any
 
 from matplotlib.text import Text
 
-from infinigen_kv.figures.drawing import Canvas
+from infinigen_kv_lab.figures.drawing import Canvas
 
 
 def check_legible(canvas: Canvas) -> None:

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from infinigen_kv import Session
-from infinigen_kv.cache import InfiniGenCache
-from infinigen_kv.link import Link
-from infinigen_kv.pool.disk_file import DiskFile
-from infinigen_kv.pool.store import RamStore
-from infinigen_kv.storage_config import StorageConfig
+from infinigen_kv.cache.cache import InfiniGenCache
+from infinigen_kv.storage.config import StorageConfig
+from infinigen_kv.storage.homes.disk.file import DiskFile
+from infinigen_kv.storage.homes.store import RamStore
+from infinigen_kv.storage.link import Link
 
 FAST = "emulated:1000"  # far faster than the machine: the path is taken, no time is lost
 

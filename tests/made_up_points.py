@@ -8,12 +8,12 @@ from typing import Any
 
 from infinigen_kv.calibration import Calibration
 from infinigen_kv.config import InfiniGenConfig
-from infinigen_kv.figures.definition import Figure, Found, Setting
-from infinigen_kv.figures.point import Point
-from infinigen_kv.figures.scale import FULL, Scale
-from infinigen_kv.link import LinkSpec
-from infinigen_kv.peers import PEERS
 from infinigen_kv.policies.registry import POLICIES
+from infinigen_kv.storage.link import LinkSpec
+from infinigen_kv_lab.bench.peers import PEERS
+from infinigen_kv_lab.figures.definition import Figure, Found, Setting
+from infinigen_kv_lab.figures.point import Point
+from infinigen_kv_lab.figures.scale import FULL, Scale
 
 UNTUNED = Calibration({}, {}, {})
 LINK, UNPACED = "emulated:0.146", "emulated:1000000"

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from calibrating import feed, tokens
 from infinigen_kv import Session
-from infinigen_kv.batch import InfiniGenBatch
-from infinigen_kv.generate import prefill
-from infinigen_kv.row import Row
+from infinigen_kv.batching.batch import InfiniGenBatch
+from infinigen_kv.batching.row import Row
+from infinigen_kv.cache.forward import prefill
 
 Event = tuple[Literal["join", "step", "leave"], tuple[int, ...]]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from infinigen_kv.recorder import FetchRecorder
+from infinigen_kv.cache.recorder import FetchRecorder
 from infinigen_kv.rehearsal.select import Selection
 
 Sets = dict[tuple[int, int, int], list[set[int]]]  # by layer, row and position: by KV head

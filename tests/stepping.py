@@ -7,8 +7,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from infinigen_kv import Calibration, InfiniGenConfig, StorageConfig, attach
-from infinigen_kv.generate import forward, prefill
-from infinigen_kv.step import Step
+from infinigen_kv.cache.forward import forward, prefill
+from infinigen_kv.policies.step import Step
 
 
 @torch.no_grad()

@@ -4,8 +4,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from infinigen_kv.batch import InfiniGenBatch
-    from infinigen_kv.cache import InfiniGenCache
+    from infinigen_kv.batching.batch import InfiniGenBatch
+    from infinigen_kv.batching.scheduling import Request, generate_rows
+    from infinigen_kv.cache.cache import InfiniGenCache
     from infinigen_kv.calibration import Calibration, calibrate
     from infinigen_kv.config import InfiniGenConfig
     from infinigen_kv.errors import (
@@ -17,11 +18,10 @@ if TYPE_CHECKING:
         InputError,
         UnsupportedModelError,
     )
-    from infinigen_kv.language_model import Generation, LanguageModel, load
-    from infinigen_kv.models import load_model
-    from infinigen_kv.scheduling import Request, generate_rows
-    from infinigen_kv.session import Session, attach
-    from infinigen_kv.storage_config import StorageConfig
+    from infinigen_kv.models.loading import load_model
+    from infinigen_kv.session.attach import Session, attach
+    from infinigen_kv.session.language_model import Generation, LanguageModel, load
+    from infinigen_kv.storage.config import StorageConfig
 
 # Where each public name lives. Imported on first use: torch and transformers take seconds, and
 # `infinigen-kv --help` needs neither.
@@ -30,23 +30,23 @@ _HOMES = {
     "Calibration": "calibration",
     "CalibrationError": "errors",
     "DeviceError": "errors",
-    "Generation": "language_model",
+    "Generation": "session.language_model",
     "HomeError": "errors",
-    "InfiniGenBatch": "batch",
-    "InfiniGenCache": "cache",
+    "InfiniGenBatch": "batching.batch",
+    "InfiniGenCache": "cache.cache",
     "InfiniGenConfig": "config",
     "InfiniGenError": "errors",
     "InputError": "errors",
-    "LanguageModel": "language_model",
-    "Request": "scheduling",
-    "Session": "session",
-    "StorageConfig": "storage_config",
+    "LanguageModel": "session.language_model",
+    "Request": "batching.scheduling",
+    "Session": "session.attach",
+    "StorageConfig": "storage.config",
     "UnsupportedModelError": "errors",
-    "attach": "session",
+    "attach": "session.attach",
     "calibrate": "calibration",
-    "generate_rows": "scheduling",
-    "load": "language_model",
-    "load_model": "models",
+    "generate_rows": "batching.scheduling",
+    "load": "session.language_model",
+    "load_model": "models.loading",
 }
 
 __all__ = [

@@ -13,12 +13,12 @@ import pytest
 import torch
 from safetensors.torch import save as save_tensors
 
-from infinigen_kv.adapters import adapter_for
 from infinigen_kv.calibration import Calibration, LayerCalibration
 from infinigen_kv.calibration.artefact import HEADER, TENSORS
 from infinigen_kv.calibration.fingerprint import model_fingerprint
 from infinigen_kv.calibration.replacing import aside_of
 from infinigen_kv.errors import CalibrationError
+from infinigen_kv.models.adapters import adapter_for
 from tiny import llama, randomise
 
 

@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 
-from infinigen_kv.adapters import adapter_for
 from infinigen_kv.calibration.fingerprint import digest, model_fingerprint, text_hash
+from infinigen_kv.models.adapters import adapter_for
 from tiny import TINY, llama, mistral, qwen2
 
 

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from calibrating import calibrate_tiny, tokens
+from infinigen_kv.cache.forward import prefill
 from infinigen_kv.calibration import Calibration
 from infinigen_kv.calibration.artefact import calibration_digest
 from infinigen_kv.calibration.tuned import Tuned
 from infinigen_kv.config import InfiniGenConfig
 from infinigen_kv.errors import CalibrationError
-from infinigen_kv.generate import prefill
-from infinigen_kv.session import attach
-from infinigen_kv.storage_config import StorageConfig
+from infinigen_kv.session.attach import attach
+from infinigen_kv.storage.config import StorageConfig
 from tiny import TINY
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -9,8 +9,8 @@ import pytest
 
 import tiny
 from command_line import Run, last_json, refusal
-from infinigen_kv.adapters import adapter_for
 from infinigen_kv.calibration import Calibration
+from infinigen_kv.models.adapters import adapter_for
 
 
 def test_artefact_fits_the_model(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from command_line import Run, last_json, refusal
-from infinigen_kv.models import EMBEDDED_PACKAGE
+from infinigen_kv.models.loading import EMBEDDED_PACKAGE
 
 
 def test_output_that_cannot_be_written(run: Run, text_file: Path) -> None:

@@ -12,8 +12,8 @@ import tiny
 from command_line import TEXT, Run, last_json, refusal, save, tokenizer
 from infinigen_kv import InfiniGenConfig, calibrate
 from infinigen_kv.calibration import Calibration
-from infinigen_kv.cli.diagnose import TextOptions
-from infinigen_kv.diagnosis import Windows, diagnose
+from infinigen_kv_lab.cli.diagnose import TextOptions
+from infinigen_kv_lab.diagnosis import Windows, diagnose
 
 SIZES = ("--prompt-tokens", 270, "--decode-tokens", 32, "--windows", 1)
 
@@ -80,7 +80,7 @@ def test_the_text_is_held_back_by_default(
         seen["windows"] = windows
         raise ZeroDivisionError
 
-    monkeypatch.setattr("infinigen_kv.diagnosis.diagnose", look)
+    monkeypatch.setattr("infinigen_kv_lab.diagnosis.diagnose", look)
     run("diagnose", model_folder, "--calibration", artefact)
     # the model has 512 positions: a quarter of them is decoded, two windows are read
     assert tuple(seen["windows"].ids.shape) == (2, 512)

@@ -15,11 +15,11 @@ from command_line import TEXT, Run, last_json, refusal, save, tokenizer
 from fewshot_records import RECORDS, folder
 from infinigen_kv import InfiniGenConfig, StorageConfig
 from infinigen_kv.calibration import Calibration
-from infinigen_kv.evals import perplexity
-from infinigen_kv.evals.registry import make_task
-from infinigen_kv.evals.run import Subject
-from infinigen_kv.evals.run import evaluate as run_task
-from infinigen_kv.evals.task import Inputs, TaskOptions
+from infinigen_kv_lab.evals import perplexity
+from infinigen_kv_lab.evals.registry import make_task
+from infinigen_kv_lab.evals.run import Subject
+from infinigen_kv_lab.evals.run import evaluate as run_task
+from infinigen_kv_lab.evals.task import Inputs, TaskOptions
 
 WORDS = ("--window", 300, "--prompt-tokens", 270, "--limit", 2)
 needs_harness = pytest.mark.skipif(

@@ -11,7 +11,7 @@ import tiny
 from command_line import TEXT, Run, last_json, refusal, tokenizer
 from infinigen_kv.calibration import Calibration
 from infinigen_kv.config import InfiniGenConfig
-from infinigen_kv.fidelity import measure_fidelity
+from infinigen_kv_lab.bench.fidelity import measure_fidelity
 
 KEYS = {
     *("fetched_share", "kl_mean", "kl_p99", "top1_same", "ppl_full", "ppl", "recall_mean"),

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from command_line import Run, last_json, refusal
-from infinigen_kv.bench import WARM_UP
-from infinigen_kv.figures import laboratory as laboratory_module
-from infinigen_kv.figures.guests import FORMAT, prompt_digest
+from infinigen_kv_lab.bench.run import WARM_UP
+from infinigen_kv_lab.figures import laboratory as laboratory_module
+from infinigen_kv_lab.figures.guests import FORMAT, prompt_digest
 
 LINK = ("--link", "emulated:1000")
 SMALL = ("--quick", "--prompt-tokens", 300, "--decode-tokens", 2)

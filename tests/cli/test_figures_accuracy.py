@@ -10,7 +10,7 @@ import pytest
 
 from accuracy_data import data_folder
 from command_line import Run, last_json, refusal
-from infinigen_kv.evals import similarity
+from infinigen_kv_lab.evals import similarity
 
 
 @pytest.fixture

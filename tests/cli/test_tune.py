@@ -10,8 +10,8 @@ import pytest
 
 from command_line import Run, last_json, refusal
 from infinigen_kv.calibration import Calibration
-from infinigen_kv.tuning.harm import HarmMeter
-from infinigen_kv.tuning.trial import Trials
+from infinigen_kv_lab.tuning.harm import HarmMeter
+from infinigen_kv_lab.tuning.trial import Trials
 
 SMALL = ("--prompt-tokens", 48, "--decode-tokens", 12, "--windows", 2, "--target-kl", 0.01)
 

@@ -10,9 +10,9 @@ import torch
 import tiny
 from command_line import save
 from infinigen_kv import InputError, UnsupportedModelError
-from infinigen_kv.adapters import adapter_for
 from infinigen_kv.memory import geometry_of, read_geometry
-from infinigen_kv.models import LoadedModel, model_shapes
+from infinigen_kv.models.adapters import adapter_for
+from infinigen_kv.models.loading import LoadedModel, model_shapes
 
 
 @pytest.mark.parametrize("family", tiny.TINY)
@@ -92,5 +92,5 @@ def test_an_unsupported_family(tmp_path: Path) -> None:
 def test_the_embedded_model_is_sized_without_converting_it(
     smollm2: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("infinigen_kv.models.converted_folder", None)
+    monkeypatch.setattr("infinigen_kv.models.loading.converted_folder", None)
     assert read_geometry("smollm2", dtype=torch.float32) == geometry_of(adapter_for(smollm2.model))

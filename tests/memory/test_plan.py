@@ -15,12 +15,12 @@ from torch import Tensor, nn
 import tiny
 from calibrating import calibrate_tiny, feed, left_padded, selecting, tokens
 from infinigen_kv import Calibration, InputError, Session, StorageConfig, attach
-from infinigen_kv.adapters import LayerSpec
-from infinigen_kv.cache import InfiniGenCache
-from infinigen_kv.generate import prefill
-from infinigen_kv.kernels import Kernels
+from infinigen_kv.cache.cache import InfiniGenCache
+from infinigen_kv.cache.forward import prefill
+from infinigen_kv.kernels.base import Kernels
 from infinigen_kv.memory import MemoryPlan, Part, calibration_fields, model_request, plan_memory
-from infinigen_kv.pool.scratch import BLOCK
+from infinigen_kv.models.adapters import LayerSpec
+from infinigen_kv.storage.homes.disk.scratch import BLOCK
 from linking import FAST
 
 PROMPT, NEW = 290, 6

@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 import tiny
 from calibrating import calibrate_tiny, feed, tokens
 from infinigen_kv import Calibration, StorageConfig, attach
-from infinigen_kv.generate import prefill
+from infinigen_kv.cache.forward import prefill
 from infinigen_kv.memory import Part, calibration_fields, model_request, plan_memory
 from linking import FAST
 

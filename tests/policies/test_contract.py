@@ -26,11 +26,11 @@ from calibrating import (
     tokens,
 )
 from infinigen_kv import Calibration, InfiniGenCache, InfiniGenConfig, Session, attach
-from infinigen_kv.fidelity import forgetting
-from infinigen_kv.generate import decode, forward, prefill
+from infinigen_kv.cache.forward import decode, forward, prefill
+from infinigen_kv.cache.recorder import FetchRecorder
 from infinigen_kv.policies.registry import POLICIES, cache_plan
-from infinigen_kv.recorder import FetchRecorder
-from infinigen_kv.storage_config import StorageConfig
+from infinigen_kv.storage.config import StorageConfig
+from infinigen_kv_lab.bench.fidelity import forgetting
 from linking import FAST, failing, nothing_left, same
 from selections import Sets, as_sets
 

@@ -12,10 +12,10 @@ import torch
 import tiny
 from calibrating import calibrate_tiny, selecting, tokens
 from infinigen_kv import InfiniGenConfig, InputError, attach
-from infinigen_kv.generate import forward
+from infinigen_kv.cache.forward import forward
 from infinigen_kv.policies.registry import POLICIES, cache_plan, check_policy
 from infinigen_kv.policies.settings import PolicySettings
-from infinigen_kv.storage_config import StorageConfig
+from infinigen_kv.storage.config import StorageConfig
 
 NEEDED = (
     "ideal paging paging-h2o stream stream-int4 stream-int8 h2o scissorhands streaming-llm quest "

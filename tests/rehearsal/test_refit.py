@@ -15,15 +15,15 @@ import tiny
 from calibrating import calibrate_tiny, feed, left_padded, run, selecting, tokens
 from fitting import DIM, HEADS, KV_HEADS, mixed
 from infinigen_kv import Calibration, attach
-from infinigen_kv.fidelity import forgetting
-from infinigen_kv.generate import decode, forward, prefill
-from infinigen_kv.kernels import TorchKernels
+from infinigen_kv.cache.forward import decode, forward, prefill
+from infinigen_kv.kernels.base import TorchKernels
 from infinigen_kv.policies.infinigen import InfiniGenPolicy
-from infinigen_kv.pool.pool import LocalPool
-from infinigen_kv.rehearsal.layer import RehearsalLayer
+from infinigen_kv.policies.rehearsal_layer import RehearsalLayer
+from infinigen_kv.policies.step import Step
 from infinigen_kv.rehearsal.partial_keys import TOLD
 from infinigen_kv.rehearsal.recent import MOST
-from infinigen_kv.step import Step
+from infinigen_kv.storage.pools.pool import LocalPool
+from infinigen_kv_lab.bench.fidelity import forgetting
 
 RANK = 3
 PROMPT, EVERY = 40, 16

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from infinigen_kv.config import InfiniGenConfig
+from infinigen_kv.policies.step import Step
 from infinigen_kv.rehearsal.select import (
     Selection,
     choose,
@@ -20,7 +21,6 @@ from infinigen_kv.rehearsal.select import (
     selection_mask,
     top_entries,
 )
-from infinigen_kv.step import Step
 
 INFINITY = float("inf")
 

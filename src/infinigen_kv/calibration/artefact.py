@@ -17,14 +17,14 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from infinigen_kv.adapters.base import Adapter
 from infinigen_kv.calibration.cost import Stages
 from infinigen_kv.calibration.fingerprint import digest, model_fingerprint
 from infinigen_kv.calibration.replacing import aside_of, current, replace_folder
 from infinigen_kv.calibration.tuned import Tuned
 from infinigen_kv.config import InfiniGenConfig
 from infinigen_kv.errors import CalibrationError
-from infinigen_kv.storage_config import StorageConfig
+from infinigen_kv.models.adapters.base import Adapter
+from infinigen_kv.storage.config import StorageConfig
 
 CPU = torch.device("cpu")
 FORMAT = 1
@@ -60,7 +60,7 @@ class Calibration:
     report
         Per layer index, as strings: how well the prediction fits (see `calibrate`).
     tuned
-        Settings that `tuning.tune` found for the model, or None.
+        Settings that `infinigen_kv_lab.tuning.tune` found for the model, or None.
     cost
         What calibrating took, stage by stage (`cost.Stages.to_dict`); empty where it was not
         recorded. ``saving`` is there once it was loaded from an artefact.

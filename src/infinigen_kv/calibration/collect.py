@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from infinigen_kv.adapters.base import Adapter
+from infinigen_kv.models.adapters.base import Adapter
 
 
 class LayerSums:

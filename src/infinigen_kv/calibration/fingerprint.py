@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from infinigen_kv.adapters.base import Adapter
+from infinigen_kv.models.adapters.base import Adapter
 
 
 def model_fingerprint(adapter: Adapter) -> dict[str, Any]:

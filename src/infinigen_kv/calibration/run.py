@@ -12,19 +12,19 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from infinigen_kv.adapters import adapter_for
-from infinigen_kv.adapters.base import Adapter
 from infinigen_kv.calibration.artefact import Calibration, LayerCalibration, remove
 from infinigen_kv.calibration.collect import Collector, LayerSums
 from infinigen_kv.calibration.cost import Stages
 from infinigen_kv.calibration.fingerprint import digest, model_fingerprint, text_hash
 from infinigen_kv.calibration.replacing import current
+from infinigen_kv.calibration.texts import calibration_texts
 from infinigen_kv.errors import CalibrationError, InfiniGenError, InputError
+from infinigen_kv.models.adapters import adapter_for
+from infinigen_kv.models.adapters.base import Adapter
 from infinigen_kv.paths import cache_dir
 from infinigen_kv.progress import Progress, no_progress
 from infinigen_kv.rehearsal.predictor import fit_correction
 from infinigen_kv.rehearsal.skew import skew_matrix
-from infinigen_kv.texts import calibration_texts
 
 DEFAULT_TOKENS = 16_384
 DEFAULT_WINDOW = 1_024

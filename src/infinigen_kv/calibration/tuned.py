@@ -10,7 +10,7 @@ import torch
 
 from infinigen_kv.config import InfiniGenConfig, is_finite
 from infinigen_kv.errors import CalibrationError, InputError
-from infinigen_kv.storage_config import StorageConfig
+from infinigen_kv.storage.config import StorageConfig
 
 NEWER = ("resident", "resident_layers")  # fields that older artefacts lack
 DAMAGED = "the calibration's tuned settings are damaged"
@@ -18,7 +18,7 @@ DAMAGED = "the calibration's tuned settings are damaged"
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """What `tuning.tune` found; used wherever the user says nothing else.
+    """What `infinigen_kv_lab.tuning.tune` found; used wherever the user says nothing else.
 
     Parameters
     ----------

@@ -9,18 +9,18 @@ from typing import Annotated
 
 import typer
 
-from infinigen_kv.cli.bench import bench
 from infinigen_kv.cli.calibrate import calibrate
-from infinigen_kv.cli.demo import demo
-from infinigen_kv.cli.diagnose import diagnose
-from infinigen_kv.cli.eval import evaluate
-from infinigen_kv.cli.fidelity import fidelity
-from infinigen_kv.cli.figures import figures
 from infinigen_kv.cli.generate import generate
 from infinigen_kv.cli.options import expand_groups
 from infinigen_kv.cli.plan import plan
 from infinigen_kv.cli.program import DEBUG_VARIABLE, Program
-from infinigen_kv.cli.tune import tune
+from infinigen_kv_lab.cli.bench import bench
+from infinigen_kv_lab.cli.demo import demo
+from infinigen_kv_lab.cli.diagnose import diagnose
+from infinigen_kv_lab.cli.eval import evaluate
+from infinigen_kv_lab.cli.fidelity import fidelity
+from infinigen_kv_lab.cli.figures import figures
+from infinigen_kv_lab.cli.tune import tune
 
 app = typer.Typer(
     name="infinigen-kv",

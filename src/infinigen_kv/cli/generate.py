@@ -32,7 +32,7 @@ from infinigen_kv.cli.storage_options import StorageOptions, link_note, storage_
 from infinigen_kv.errors import InputError
 
 if TYPE_CHECKING:
-    from infinigen_kv.language_model import Generation
+    from infinigen_kv.session.language_model import Generation
 
 
 def generate(
@@ -79,7 +79,7 @@ def generate(
     loaded = load(target)
     from transformers import TextStreamer
 
-    from infinigen_kv.language_model import LanguageModel
+    from infinigen_kv.session.language_model import LanguageModel
 
     tokens = LanguageModel(loaded, None, config).encode(text, chat=chat).shape[1]
     check_fit(loaded, given, config, tokens + max_new_tokens)

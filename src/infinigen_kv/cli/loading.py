@@ -12,15 +12,15 @@ from infinigen_kv.progress import bar
 if TYPE_CHECKING:
     from infinigen_kv.calibration import Calibration
     from infinigen_kv.config import InfiniGenConfig
-    from infinigen_kv.models import LoadedModel
-    from infinigen_kv.storage_config import StorageConfig
+    from infinigen_kv.models.loading import LoadedModel
+    from infinigen_kv.storage.config import StorageConfig
 
 
 def load(options: ModelOptions) -> LoadedModel:
     """Load the model that the user named."""
     dtype = parse_dtype(options.dtype)
     with waiting(f"loading {options.model} ..."):
-        from infinigen_kv.models import load_model
+        from infinigen_kv.models.loading import load_model
 
         return load_model(
             options.model,
@@ -61,7 +61,7 @@ def selected_storage(
     where: StorageConfig, config: InfiniGenConfig, made: Calibration, loaded: LoadedModel
 ) -> StorageConfig:
     """Where the KV lives as typed; what was tuned for the model for the rest."""
-    from infinigen_kv.session import default_storage
+    from infinigen_kv.session.attach import default_storage
 
     return default_storage(made, config, loaded.model.device, where)
 
@@ -74,7 +74,7 @@ def check_fit(
     That is: the model's family is not supported, the calibration belongs to another model, or
     ``tokens`` exceed its positions.
     """
-    from infinigen_kv.session import attach
+    from infinigen_kv.session.attach import attach
 
     with attach(loaded.model, given, config) as session:
         session.check_length(tokens)

@@ -86,7 +86,7 @@ def plan(
         plan_memory,
         shortfalls,
     )
-    from infinigen_kv.session import default_storage
+    from infinigen_kv.session.attach import default_storage
 
     where = default_storage(given, config, device, where)
 

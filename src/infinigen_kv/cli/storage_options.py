@@ -12,7 +12,7 @@ from infinigen_kv.cli.sizes import parse_size
 from infinigen_kv.errors import InputError
 
 if TYPE_CHECKING:
-    from infinigen_kv.storage_config import StorageConfig
+    from infinigen_kv.storage.config import StorageConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +90,8 @@ class StorageOptions:
 
     def config(self) -> StorageConfig:
         """Validated settings; errors name the option as it was typed."""
-        from infinigen_kv.pool.scratch import existing
-        from infinigen_kv.storage_config import StorageConfig
+        from infinigen_kv.storage.config import StorageConfig
+        from infinigen_kv.storage.homes.disk.scratch import existing
 
         values: dict[str, Any] = asdict(self)
         for name in ("capacity", "resident"):

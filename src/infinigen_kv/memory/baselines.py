@@ -6,9 +6,9 @@ import torch
 
 from infinigen_kv.memory.geometry import LayerGeometry
 from infinigen_kv.memory.request import PlanRequest
-from infinigen_kv.policies.history import words_for
 from infinigen_kv.policies.settings import PolicySettings
-from infinigen_kv.pool.buffer import GROWTH
+from infinigen_kv.storage.homes.buffer import GROWTH
+from infinigen_kv_lab.baselines.history import words_for
 
 STATES = 2  # an `EvictingPolicy` keeps the state before the latest forward too
 

@@ -13,7 +13,7 @@ import torch
 from infinigen_kv.errors import InputError
 from infinigen_kv.memory.plan import PLACES, MemoryPlan, Place
 from infinigen_kv.memory.request import PlanRequest
-from infinigen_kv.pool.scratch import existing
+from infinigen_kv.storage.homes.disk.scratch import existing
 
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")

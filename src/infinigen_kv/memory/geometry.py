@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from infinigen_kv.adapters import Adapter, adapter_for
-from infinigen_kv.models import model_shapes
+from infinigen_kv.models.adapters import Adapter, adapter_for
+from infinigen_kv.models.loading import model_shapes
 
 
 @dataclass(frozen=True, slots=True)
 class LayerGeometry:
-    """One attention layer. Fields as in `adapters.LayerSpec`.
+    """One attention layer. Fields as in `models.adapters.LayerSpec`.
 
     ``copied_query`` are the numbers of the query projection where the adapter cannot share the
     model's own (`Adapter.query_weight`), else 0.

@@ -17,18 +17,18 @@ from infinigen_kv.memory.baselines import policy_state
 from infinigen_kv.memory.geometry import LayerGeometry
 from infinigen_kv.memory.request import PlanRequest
 from infinigen_kv.policies.registry import CachePlan
-from infinigen_kv.pool.buffer import TokenBuffer
-from infinigen_kv.pool.codec import Codec, EntryShape, codec_by_name
-from infinigen_kv.pool.disk_layout import Layout
-from infinigen_kv.pool.linked import RING
-from infinigen_kv.pool.mapped import PAGE
-from infinigen_kv.pool.paging import SMALLEST
-from infinigen_kv.pool.pool import LocalPool
-from infinigen_kv.pool.resident import ResidentSet
 from infinigen_kv.rehearsal.partial_keys import PartialKeys
 from infinigen_kv.rehearsal.recent import MOST
 from infinigen_kv.rehearsal.statistics import Magnitudes, Moments, Projection
 from infinigen_kv.rehearsal.tail import ValueMap
+from infinigen_kv.storage.homes.buffer import TokenBuffer
+from infinigen_kv.storage.homes.codec import Codec, EntryShape, codec_by_name
+from infinigen_kv.storage.homes.disk.layout import Layout
+from infinigen_kv.storage.pools.linked import RING
+from infinigen_kv.storage.pools.pool import LocalPool
+from infinigen_kv.storage.pools.resident import ResidentSet
+from infinigen_kv_lab.paging.mapped import PAGE
+from infinigen_kv_lab.paging.pool import SMALLEST
 
 META = torch.device("meta")
 INDEX = torch.long.itemsize

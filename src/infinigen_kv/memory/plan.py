@@ -8,12 +8,12 @@ from functools import reduce
 from operator import add
 from typing import Literal, NamedTuple, get_args
 
-from infinigen_kv.link import LinkSpec
 from infinigen_kv.memory.geometry import LayerGeometry
 from infinigen_kv.memory.layers import LayerBytes, LayerPlanner, Role
 from infinigen_kv.memory.request import PlanRequest
 from infinigen_kv.memory.workspace import Workspace
 from infinigen_kv.policies.registry import cache_plan, resident_layers, selecting_layers
+from infinigen_kv.storage.link import LinkSpec
 
 Place = Literal["device", "host", "disk"]
 PLACES: tuple[Place, ...] = ("device", "host", "disk")
@@ -138,7 +138,7 @@ def plan_memory(request: PlanRequest) -> MemoryPlan:
 
 
 def _probe_bytes(request: PlanRequest) -> int:
-    """`paper_link.paper_link_rate`: everything on the device, and a copy of it."""
+    """`session.paper_link.paper_link_rate`: everything on the device, and a copy of it."""
     ideal = _plan_cache(request, "ideal")
     return 2 * ideal.cache.device_bytes + ideal.prefill
 

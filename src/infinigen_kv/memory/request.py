@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from infinigen_kv.adapters import adapter_for
+from infinigen_kv.cache.forward import even_length
 from infinigen_kv.calibration import Calibration
 from infinigen_kv.calibration.run import DEFAULT_RANK
 from infinigen_kv.config import PROMPT_CHUNK, InfiniGenConfig
 from infinigen_kv.errors import InputError
-from infinigen_kv.generate import even_length
 from infinigen_kv.memory.geometry import ModelGeometry, geometry_of
+from infinigen_kv.models.adapters import adapter_for
 from infinigen_kv.policies.registry import check_policy
 from infinigen_kv.policies.settings import BUDGET, PolicySettings
-from infinigen_kv.storage_config import StorageConfig
+from infinigen_kv.storage.config import StorageConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ class PlanRequest:
 
     @property
     def chunk(self) -> int:
-        """Tokens of the longest forward; see `generate.piece_length`."""
+        """Tokens of the longest forward; see `cache.forward.piece_length`."""
         limit = self.storage.limit(self.context)
         whole = limit is not None and self.prompt_tokens > limit
         return even_length(self.prompt_tokens, None if whole else self.prompt_chunk)

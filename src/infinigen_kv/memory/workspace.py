@@ -11,16 +11,16 @@ from dataclasses import dataclass
 
 import torch
 
-from infinigen_kv.attention import QUERY_BLOCK, SCORES
-from infinigen_kv.link.staging import BUFFERS, staging_size
+from infinigen_kv.attention.dense import QUERY_BLOCK, SCORES
 from infinigen_kv.memory.geometry import LayerGeometry
 from infinigen_kv.memory.layers import INDEX, LayerPlanner
-from infinigen_kv.pool.disk import STAGE
-from infinigen_kv.pool.disk_file import WRITE_BEHIND
-from infinigen_kv.pool.disk_layout import EXTENT
-from infinigen_kv.pool.packed import CHUNK
-from infinigen_kv.pool.pinned import pinned_size
 from infinigen_kv.rehearsal.statistics import TOKEN_BLOCK
+from infinigen_kv.storage.homes.disk.file import WRITE_BEHIND
+from infinigen_kv.storage.homes.disk.layout import EXTENT
+from infinigen_kv.storage.homes.disk.store import STAGE
+from infinigen_kv.storage.homes.packed import CHUNK
+from infinigen_kv.storage.homes.pinned import pinned_size
+from infinigen_kv.storage.link.staging import BUFFERS, staging_size
 
 FLOAT = torch.float32.itemsize
 
@@ -88,7 +88,7 @@ class Workspace:
         return tensors + joined + max(earlier, attending)
 
     def _scores(self, layer: LayerGeometry) -> int:
-        """What `attention.dense_attention` makes for one row beyond its inputs and output."""
+        """What `attention.dense.dense_attention` makes for one row beyond its inputs and output."""
         request, itemsize = self.planner.request, self.planner.request.geometry.dtype.itemsize
         tokens, width = request.prompt_tokens, layer.num_heads * layer.head_dim
         if layer.has_softcap:  # keys in float32; scores, their cap and mask, probabilities

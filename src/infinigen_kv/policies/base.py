@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from infinigen_kv.pool.pool import Pool
+from infinigen_kv.policies.step import Step
 from infinigen_kv.rehearsal.partial_keys import PartialKeys
 from infinigen_kv.rehearsal.select import Selection
 from infinigen_kv.rehearsal.tail import Tail, ValueMap
-from infinigen_kv.step import Step
+from infinigen_kv.storage.pools.pool import Pool
 
 
 class Policy:
@@ -24,7 +24,7 @@ class Policy:
     5. `attended` after a single query, if the policy `needs_weights`.
 
     A `copy.copy` of it, with the cache's tokens as they are just then, goes on as it would have
-    itself, whatever either of them sees later (`fidelity.forgetting`).
+    itself, whatever either of them sees later (`infinigen_kv_lab.bench.fidelity.forgetting`).
     """
 
     late: bool = False

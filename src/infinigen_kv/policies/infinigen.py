@@ -8,18 +8,18 @@ from copy import copy
 import torch
 from torch import Tensor
 
-from infinigen_kv.candidates import HeldCandidates
 from infinigen_kv.config import InfiniGenConfig
-from infinigen_kv.kernels import Kernels
+from infinigen_kv.kernels.base import Kernels
 from infinigen_kv.policies.base import Policy
-from infinigen_kv.pool.pool import Pool
-from infinigen_kv.rehearsal.layer import RehearsalLayer
+from infinigen_kv.policies.candidates import HeldCandidates
+from infinigen_kv.policies.rehearsal_layer import RehearsalLayer
+from infinigen_kv.policies.step import Step
 from infinigen_kv.rehearsal.partial_keys import PartialKeys
 from infinigen_kv.rehearsal.recent import MOST, DecodedTokens, RecentTokens
 from infinigen_kv.rehearsal.select import Candidates, Selection, choose, likely_tokens
 from infinigen_kv.rehearsal.statistics import Magnitudes, Moments, Projection, PromptStatistics
 from infinigen_kv.rehearsal.tail import Tail, ValueMap
-from infinigen_kv.step import Step
+from infinigen_kv.storage.pools.pool import Pool
 
 NEVER = sys.maxsize  # tokens; of rows whose first selection is still to come
 

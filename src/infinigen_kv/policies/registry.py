@@ -12,22 +12,22 @@ import torch
 
 from infinigen_kv.config import InfiniGenConfig
 from infinigen_kv.errors import InputError
-from infinigen_kv.kernels import Kernels
+from infinigen_kv.kernels.base import Kernels
 from infinigen_kv.policies.base import Policy
-from infinigen_kv.policies.h2o import H2OPolicy
 from infinigen_kv.policies.infinigen import InfiniGenPolicy
-from infinigen_kv.policies.oracle import OraclePolicy
-from infinigen_kv.policies.quest import QuestPolicy
-from infinigen_kv.policies.scissorhands import ScissorhandsPolicy
-from infinigen_kv.policies.scoring import Scoring
+from infinigen_kv.policies.rehearsal_layer import RehearsalLayer
 from infinigen_kv.policies.settings import PolicySettings
-from infinigen_kv.policies.streaming_llm import StreamingLLMPolicy
-from infinigen_kv.rehearsal.layer import RehearsalLayer
-from infinigen_kv.storage_config import StorageConfig, hard_layers
+from infinigen_kv.storage.config import StorageConfig, hard_layers
+from infinigen_kv_lab.baselines.h2o import H2OPolicy
+from infinigen_kv_lab.baselines.oracle import OraclePolicy
+from infinigen_kv_lab.baselines.quest import QuestPolicy
+from infinigen_kv_lab.baselines.scissorhands import ScissorhandsPolicy
+from infinigen_kv_lab.baselines.scoring import Scoring
+from infinigen_kv_lab.baselines.streaming_llm import StreamingLLMPolicy
 
 
 class Layer(Protocol):
-    """What tells a layer's part in a cache, e.g. `adapters.LayerSpec`."""
+    """What tells a layer's part in a cache, e.g. `models.adapters.LayerSpec`."""
 
     @property
     def index(self) -> int:
@@ -73,7 +73,7 @@ class CachePlan:
     rehearses
         Whether that needs a calibration.
     paged
-        Whether the home is read page by page on demand (`pool.paging`).
+        Whether the home is read page by page on demand (`infinigen_kv_lab.paging.pool`).
     """
 
     config: InfiniGenConfig

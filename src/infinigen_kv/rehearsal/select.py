@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from infinigen_kv.attention import grouped_scores
+from infinigen_kv.attention.dense import grouped_scores
 from infinigen_kv.errors import InfiniGenError
 
 LAST_QUERIES = 16  # of a prompt; they tell best what the first steps will want

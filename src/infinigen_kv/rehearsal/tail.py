@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from infinigen_kv.attention import SCORES, grouped_scores
+from infinigen_kv.attention.dense import SCORES, grouped_scores
 from infinigen_kv.rehearsal.partial_keys import PartialKeys
 from infinigen_kv.rehearsal.statistics import Moments, Projection
 
@@ -175,7 +175,7 @@ def attention_in_blocks(
     scaling: float,
     softcap: float | None,
 ) -> Tensor:
-    """As `attention_with_tail`, for many queries: about `attention.SCORES` scores at once.
+    """As `attention_with_tail`, for many queries: about `attention.dense.SCORES` scores at once.
 
     ``attended`` is ``(B, H_kv, Q, S)`` and ``hidden`` ``(B, H_kv or 1, 1, Q, S)``.
     """

@@ -1,0 +1,1 @@
+"""Attention as pure tensor functions, for every family."""

@@ -1,0 +1,1 @@
+"""Rows of different lengths that join, decode together and leave."""

@@ -1,0 +1,1 @@
+"""The cache that Transformers sees: layers, steps of a forward, faults."""

@@ -1,0 +1,37 @@
+"""A model that computes NaN is refused: figures of what it says would look like figures."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from infinigen_kv.errors import InfiniGenError
+from infinigen_kv.models.adapters.base import Adapter
+
+
+def check_logits(logits: Tensor) -> None:
+    """Raise `InfiniGenError` if logits ``(..., V)`` contain NaN or infinity.
+
+    Tokens that a model rules out with -infinity are none of its faults.
+    """
+    if not bool(logits.amax(dim=-1).isfinite().all()):  # the largest is NaN where any is
+        raise _unsound("logits")
+
+
+def read_window(adapter: Adapter, window: Tensor) -> None:
+    """Let the model's decoder read ``window`` ``(n,)``, for those who look into it meanwhile.
+
+    Raises
+    ------
+    InfiniGenError
+        If it computes NaN or infinity.
+    """
+    hidden = adapter.decoder(input_ids=window[None], use_cache=False).last_hidden_state
+    if not bool(hidden.isfinite().all()):
+        raise _unsound("hidden states")
+
+
+def _unsound(what: str) -> InfiniGenError:
+    return InfiniGenError(
+        f"the model's {what} contain NaN or infinity, so it cannot be measured; check the model's "
+        "weights and dtype (float16 may overflow where bfloat16 does not)"
+    )

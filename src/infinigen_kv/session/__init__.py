@@ -1,0 +1,1 @@
+"""A model while it is attached, and the facade over it."""

@@ -1,0 +1,1 @@
+"""Where the KV lives and how it moves: homes, link, pools."""

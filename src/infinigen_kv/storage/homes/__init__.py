@@ -1,0 +1,1 @@
+"""Homes: where the full KV of a layer lives, packed by a codec."""

@@ -1,0 +1,1 @@
+"""The laboratory: what measures models, compares systems and reproduces the paper."""

@@ -1,0 +1,1 @@
+"""The policies that InfiniGen is compared with, one file each."""

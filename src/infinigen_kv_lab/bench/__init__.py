@@ -1,0 +1,1 @@
+"""Speed and fidelity of policies side by side."""

@@ -1,0 +1,122 @@
+"""Beyond the paper: what is still found in a long context, by depth and length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from infinigen_kv_lab.evals.retrieval import Retrieval
+from infinigen_kv_lab.evals.task import TaskOptions
+from infinigen_kv_lab.figures.accuracy.definition import (
+    COMPARED,
+    SHARE,
+    AccuracyFigure,
+    AccuracySetting,
+    Found,
+    interval,
+    results_of,
+    spread,
+)
+from infinigen_kv_lab.figures.accuracy.trial import Trial
+from infinigen_kv_lab.figures.definition import Row, names
+
+if TYPE_CHECKING:
+    from infinigen_kv_lab.figures.drawing import Canvas
+
+
+class RetrievalMap(AccuracyFigure):
+    """One map for each policy: depth down, length to the right; above it the share of all answers
+    that are right, with its interval.
+    """
+
+    def rows(self, setting: AccuracySetting, found: Found) -> list[Row]:
+        (trial,) = self.trials(setting)
+        rows: list[Row] = []
+        for name, result in results_of(found, trial, Retrieval).items():
+            rows += [
+                {
+                    "system": name,
+                    "length": cell.length,
+                    "depth": cell.depth,
+                    "right": cell.right,
+                    "asked": cell.asked,
+                    "right_of_all": result.right,
+                    "asked_of_all": result.asked,
+                    **spread("accuracy", result.accuracy),
+                    **spread("less_full", result.difference),
+                    "fetched_share": result.fetched_share,
+                }
+                for cell in result.cells
+            ]
+        return rows
+
+    def remarks(self, setting: AccuracySetting, rows: Sequence[Row]) -> list[str]:
+        each = {row["system"]: row for row in rows}
+        return [
+            f"{name}: {row['right_of_all']} of {row['asked_of_all']} right, a share of "
+            f"{row['accuracy']:.3f}{interval(row, 'accuracy')}; {100 * row['fetched_share']:.1f} % "
+            "fetched."
+            for name, row in each.items()
+        ]
+
+    def draw(self, canvas: Canvas, rows: Sequence[Row]) -> None:
+        from infinigen_kv_lab.figures.accuracy.drawing import colour_bar, heat_map
+        from infinigen_kv_lab.figures.drawing import name_axes
+
+        systems = names(rows)
+        lengths = sorted({row["length"] for row in rows})
+        depths = sorted({row["depth"] for row in rows})
+        panels = canvas.panels(-(-len(systems) // 2), 2, height=1.2 + 2.6 * -(-len(systems) // 2))
+        image = None
+        for axes, system in zip(panels.flat, systems, strict=False):
+            cells = {
+                (row["depth"], row["length"]): (row["right"], row["asked"])
+                for row in rows
+                if row["system"] == system
+            }
+            grid = [[cells.get((depth, length)) for length in lengths] for depth in depths]
+            image = heat_map(
+                axes,
+                [[cell and cell[0] / cell[1] for cell in row] for row in grid],
+                [str(length) for length in lengths],
+                [f"{depth:g}" for depth in depths],
+                cells=[[f"{cell[0]}/{cell[1]}" if cell else "" for cell in row] for row in grid],
+            )
+            total = next(row for row in rows if row["system"] == system)
+            right = f"{system}: {total['right_of_all']} of {total['asked_of_all']}"
+            title = f"{right}{interval(total, 'accuracy')}"
+            name_axes(axes, "context (tokens, nominal)", "depth", title=title)
+        for axes in panels.flat[len(systems) :]:
+            axes.set_visible(False)
+        colour_bar(canvas, image, list(panels[:, -1]), "share of right answers")
+
+
+class Passkey(RetrievalMap):
+    name = "passkey"
+    title = "A passkey in a long text, by depth and length: right answers"
+    about = (
+        "A field counts the prompts whose five digits are all the most likely ones, and those that "
+        "there are. Depth 0 is the start of the context. Prompts that exceed the model's positions "
+        "are left out."
+    )
+
+    def trials(self, setting: AccuracySetting) -> list[Trial]:
+        scale = setting.scale
+        return [setting.trial("passkey", COMPARED, TaskOptions(), scale.passkeys, budget=SHARE)]
+
+
+class Needles(RetrievalMap):
+    name = "needles"
+    title = "Several numbers in a book, asked for one after the other: right answers"
+    about = (
+        "Each context hides five numbers and is read once; the questions come later, in random "
+        "order, as further turns over the same cache. A field counts the right answers and the "
+        "questions."
+    )
+
+    def trials(self, setting: AccuracySetting) -> list[Trial]:
+        scale = setting.scale
+        options = TaskOptions(
+            lengths=scale.needle_lengths, repeats=scale.needle_repeats, text=setting.text
+        )
+        return [setting.trial("needles", COMPARED, options, None, budget=SHARE)]
