@@ -3,10 +3,10 @@
     python benchmarks/peers/kvpress_kl.py --prompt OUT/prompt.json --output kvpress.json
         [--model FOLDER] [--keep 0.05,0.1,0.2,0.4] [--duo-scores FILE.tsv]
 
-Same definition as `infinigen_kv_lab.bench.run`: the prompt is read once, then every system is fed what the
-full cache generates, from the prompt's last token on; the KL(full || press) of the next-token
-distributions is averaged over the measured steps. A press keeps its cache on the device; its bytes
-per token are those of the surviving entries, as if they crossed a link each step.
+Same definition as `infinigen_kv_lab.bench.run`: the prompt is read once, then every system is fed
+what the full cache generates, from the prompt's last token on; the KL(full || press) of the
+next-token distributions is averaged over the measured steps. A press keeps its cache on the device;
+its bytes per token are those of the surviving entries, as if they crossed a link each step.
 
 DuoAttention needs scores of the heads (layers x KV heads, tab-separated), which exist for a few
 large models only: without --duo-scores it is left out.

@@ -33,7 +33,7 @@ from infinigen_kv.rehearsal import statistics
 from infinigen_kv.rehearsal.statistics import Magnitudes, Moments
 from infinigen_kv.storage.config import StorageConfig
 from infinigen_kv.storage.pools.linked import LinkedPool
-from infinigen_kv.storage.pools.pool import LocalPool
+from infinigen_kv.storage.pools.local import LocalPool
 from linking import FAST, apart
 
 PROMPT, LENGTH, CHUNK = 50, 58, 16

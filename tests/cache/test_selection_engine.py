@@ -23,7 +23,7 @@ from infinigen_kv.kernels.base import find_kernels
 from infinigen_kv.policies.infinigen import InfiniGenPolicy
 from infinigen_kv.policies.rehearsal_layer import RehearsalLayer
 from infinigen_kv.policies.step import Step
-from infinigen_kv.storage.pools.pool import LocalPool
+from infinigen_kv.storage.pools.local import LocalPool
 from naive import NaiveSelection
 from selections import Sets, as_sets, heads_of
 

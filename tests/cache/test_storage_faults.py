@@ -19,8 +19,9 @@ from calibrating import calibrate_tiny, feed, generate, run, selecting, tokens
 from infinigen_kv import CacheStateError, Calibration, InputError, Session, attach
 from infinigen_kv.cache.cache import InfiniGenCache
 from infinigen_kv.errors import HomeError
+from infinigen_kv.storage.homes.buffer import TokenBuffer
 from infinigen_kv.storage.homes.disk import scratch
-from infinigen_kv.storage.pools import TokenBuffer, linked
+from infinigen_kv.storage.pools import linked
 from infinigen_kv.storage.pools.linked import LinkedPool
 from linking import apart, failing, model_unchanged, nothing_left
 

@@ -20,9 +20,9 @@ import tiny
 from both_kernels import both_kernels  # noqa: F401
 from calibrating import calibrate_tiny, feed, left_padded, run, selecting, tokens
 from infinigen_kv import Calibration, InfiniGenError, Session, attach
+from infinigen_kv.attention.entries import Entries
 from infinigen_kv.cache.cache import InfiniGenCache
 from infinigen_kv.kernels.native.kernels import NativeKernels
-from infinigen_kv.storage.pools.entries import Entries
 from linking import apart
 
 PROMPT, LENGTH = 40, 44

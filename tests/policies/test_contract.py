@@ -38,7 +38,9 @@ PROMPT, LENGTH = 40, 52
 PADDING = (0, 9)
 BUDGET = 0.3
 STORAGE = StorageConfig(link=FAST, resident=0, resident_layers=())
-SELECTING = tuple(name for name in POLICIES if cache_plan(name, InfiniGenConfig(), STORAGE).selects)
+SELECTING = tuple(
+    name for name in POLICIES if cache_plan(name, InfiniGenConfig(), STORAGE).selecting
+)
 BUDGETED = ("h2o", "scissorhands", "streaming-llm", "quest", "paging-h2o")
 REMEMBERING = ("h2o", "scissorhands", "paging-h2o")  # what was attended to decides what is kept
 PACKED = ("stream-int8", "stream-int4")  # keys are packed by groups, so their size matters

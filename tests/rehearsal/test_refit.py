@@ -22,7 +22,7 @@ from infinigen_kv.policies.rehearsal_layer import RehearsalLayer
 from infinigen_kv.policies.step import Step
 from infinigen_kv.rehearsal.partial_keys import TOLD
 from infinigen_kv.rehearsal.recent import MOST
-from infinigen_kv.storage.pools.pool import LocalPool
+from infinigen_kv.storage.pools.local import LocalPool
 from infinigen_kv_lab.bench.fidelity import forgetting
 
 RANK = 3

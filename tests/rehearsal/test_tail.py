@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from infinigen_kv.attention.dense import dense_attention
+from infinigen_kv.attention.entries import Entries
 from infinigen_kv.kernels.base import Kernels, TorchKernels, find_kernels
 from infinigen_kv.rehearsal.partial_keys import PartialKeys
 from infinigen_kv.rehearsal.statistics import Moments, Projection
 from infinigen_kv.rehearsal.tail import Tail, ValueMap, attention_in_blocks
-from infinigen_kv.storage.pools.entries import Entries
 
 ROWS, HEADS, KV_HEADS, DIM, TOKENS = 2, 6, 2, 8, 1100
 SCALING = 0.4

@@ -17,7 +17,7 @@ SHARE = "a share in [0, 1] (a float) or an integer >= 0"
 INDICES = "'auto' or a tuple of layer indices"
 BAD: list[tuple[str, Any, str]] = [
     *(
-        ("home", value, "one of ram, disk, device")
+        ("home", value, "one of ram, disk, device, paged")
         for value in ("", "RAM", "ssd", None, 1, ["ram"])
     ),
     *(("codec", value, "one of none, int8, int4") for value in ("", "int2", None, 8, ["int8"])),
@@ -58,8 +58,9 @@ GOOD: list[tuple[str, Any]] = [
 def test_a_bad_value_is_named_with_its_field_and_what_is_allowed(
     name: str, value: Any, allowed: str
 ) -> None:
-    message = f"{name}={value!r} is not valid: it must be {allowed}"
-    with pytest.raises(InputError, match=f"^{re.escape(message)}"):
+    start, rest = f"{name}={value!r} is not valid: ", f"it must be {allowed}"
+    hint = "(did you mean ram[?] )?" if name == "home" else ""
+    with pytest.raises(InputError, match=f"^{re.escape(start)}{hint}{re.escape(rest)}"):
         StorageConfig(**{name: value})
 
 

@@ -13,7 +13,7 @@ from calibrating import calibrate_tiny, feed, selecting, tokens
 from infinigen_kv import Calibration, InputError, attach
 from infinigen_kv.storage.config import HARD_TO_PREDICT, StorageConfig, hard_layers
 from infinigen_kv.storage.pools.linked import LinkedPool
-from infinigen_kv.storage.pools.pool import LocalPool
+from infinigen_kv.storage.pools.local import LocalPool
 
 
 @pytest.fixture(scope="module")

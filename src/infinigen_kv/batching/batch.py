@@ -110,7 +110,7 @@ class InfiniGenBatch:
             Tokens that the row will hold at most, prompt included: reserved at once, and what
             shares of the context refer to. None for the batch's ``tokens``.
         chunk
-            Tokens that one forward reads at most, None for all at once; see `cache.forward.prefill`.
+            Tokens that one forward reads at most, None for all; see `cache.forward.prefill`.
 
         Returns
         -------

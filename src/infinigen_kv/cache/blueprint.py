@@ -8,20 +8,15 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from infinigen_kv.cache.cache import InfiniGenCache
 from infinigen_kv.cache.layer import OffloadedLayer
-from infinigen_kv.policies import FullPolicy, Policy
+from infinigen_kv.policies.base import Policy
+from infinigen_kv.policies.entry import CachePlan, PolicyParts, Scoring
+from infinigen_kv.policies.full import FullPolicy
+from infinigen_kv.policies.layer_roles import resident_layers, selecting_layers
 from infinigen_kv.policies.query_predictor import QueryPredictor
-from infinigen_kv.policies.registry import (
-    CachePlan,
-    PolicyParts,
-    resident_layers,
-    selecting_layers,
-)
 from infinigen_kv.policies.rehearsal_layer import RehearsalLayer
 from infinigen_kv.policies.settings import PolicySettings
 from infinigen_kv.storage.config import StorageConfig
 from infinigen_kv.storage.storage import Storage
-from infinigen_kv_lab.baselines.scoring import Scoring
-from infinigen_kv_lab.paging.storage import PagedStorage
 
 if TYPE_CHECKING:
     from infinigen_kv.cache.contract import Owner
@@ -80,12 +75,16 @@ class CacheBlueprint:
     def storage(self, tokens: int, rate: float | None) -> Storage:
         """What the layers of one cache share; ``tokens`` per row, 0 if unknown."""
         config, sinks = self._plan.storage, self._plan.config.sink_tokens
-        if self._plan.paged:
-            return PagedStorage(config, rate=rate, tokens=tokens, budget=self._settings.budget)
         apart = [spec for spec in self._adapter.layers if not spec.is_sliding]
         layers = len(apart) - len(self._local)
         return Storage(
-            config, rate=rate, tokens=tokens, layers=layers, kernels=self._kernels, sinks=sinks
+            config,
+            rate=rate,
+            tokens=tokens,
+            layers=layers,
+            resident_kind=self._kernels.resident_set,
+            sinks=sinks,
+            budget=self._settings.budget,
         )
 
     def cache(self, storage: Storage, owner: Owner) -> InfiniGenCache:
@@ -105,8 +104,8 @@ class CacheBlueprint:
     def _policy(self, spec: LayerSpec) -> Policy:
         if spec.index not in self._selecting - self._local:
             return FullPolicy()
-        assert self._plan.make is not None
-        policy = self._plan.make(
+        assert self._plan.selecting is not None
+        policy = self._plan.selecting.make(
             PolicyParts(
                 scoring=Scoring(spec.scaling, spec.softcap),
                 config=self._plan.config,

@@ -200,8 +200,11 @@ class InfiniGenCache(CacheStatistics):
     def __deepcopy__(self, memo: dict[int, Any]) -> InfiniGenCache:
         """A copy of the KV for the same session, to continue one prompt in several ways."""
         self._settle()
-        if self.storage.config.home == "disk":
-            raise CacheStateError("a cache on disk cannot be copied: read the prompt again")
+        if not self.storage.config.kind.is_copyable:
+            raise CacheStateError(
+                f"a cache with home={self.storage.config.home!r} cannot be copied: read the prompt "
+                "again"
+            )
         shared = [self.owner, self.config, self.storage, self.storage.link]
         shared += [layer.spec for layer in self.offloaded]
         memo.update({id(each): each for each in shared})

@@ -14,7 +14,7 @@ from infinigen_kv.attention.dense import decode_weights, dense_attention, groupe
 from infinigen_kv.cache.masks import mask_of_held, mask_of_no_tail, mask_of_selection
 from infinigen_kv.errors import CacheStateError, HomeError
 from infinigen_kv.kernels.base import Kernels
-from infinigen_kv.policies import Policy
+from infinigen_kv.policies.base import Policy
 from infinigen_kv.policies.step import Step
 from infinigen_kv.rehearsal.select import Selection
 from infinigen_kv.rehearsal.tail import attention_in_blocks

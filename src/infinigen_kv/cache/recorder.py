@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class FetchRecorder:
     """Shares of the cache that selecting steps attended to; optionally the indices themselves.
 
-    Set as ``cache.cache.recorder``. Exact steps are not counted; layers without rehearsal count as 1.
+    Set as ``cache.recorder``. Exact steps are not counted; layers without rehearsal count as 1.
 
     Parameters
     ----------

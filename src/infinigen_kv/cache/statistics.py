@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 from infinigen_kv.cache.contract import EngineCache
 from infinigen_kv.cache.layer import OffloadedLayer
-from infinigen_kv.policies import FullPolicy
+from infinigen_kv.policies.full import FullPolicy
 from infinigen_kv.storage.pools.linked import LinkedPool
-from infinigen_kv.storage.pools.pool import LocalPool, Pool
+from infinigen_kv.storage.pools.local import LocalPool
+from infinigen_kv.storage.pools.pool import Pool
 
 if TYPE_CHECKING:
     from infinigen_kv.storage.storage import Storage

@@ -60,7 +60,7 @@ class Calibration:
     report
         Per layer index, as strings: how well the prediction fits (see `calibrate`).
     tuned
-        Settings that `infinigen_kv_lab.tuning.tune` found for the model, or None.
+        Settings that the command ``tune`` found for the model, or None.
     cost
         What calibrating took, stage by stage (`cost.Stages.to_dict`); empty where it was not
         recorded. ``saving`` is there once it was loaded from an artefact.

@@ -18,7 +18,7 @@ DAMAGED = "the calibration's tuned settings are damaged"
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """What `infinigen_kv_lab.tuning.tune` found; used wherever the user says nothing else.
+    """What the command ``tune`` found; used wherever the user says nothing else.
 
     Parameters
     ----------

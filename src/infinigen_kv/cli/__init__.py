@@ -5,6 +5,7 @@ Nothing here imports torch or transformers at the top: help and usage errors com
 
 from __future__ import annotations
 
+from importlib.metadata import entry_points
 from typing import Annotated
 
 import typer
@@ -14,13 +15,9 @@ from infinigen_kv.cli.generate import generate
 from infinigen_kv.cli.options import expand_groups
 from infinigen_kv.cli.plan import plan
 from infinigen_kv.cli.program import DEBUG_VARIABLE, Program
-from infinigen_kv_lab.cli.bench import bench
-from infinigen_kv_lab.cli.demo import demo
-from infinigen_kv_lab.cli.diagnose import diagnose
-from infinigen_kv_lab.cli.eval import evaluate
-from infinigen_kv_lab.cli.fidelity import fidelity
-from infinigen_kv_lab.cli.figures import figures
-from infinigen_kv_lab.cli.tune import tune
+
+COMMANDS = "infinigen_kv.commands"
+"""Entry points of packages with subcommands: each names a function that adds them to an app."""
 
 app = typer.Typer(
     name="infinigen-kv",
@@ -33,20 +30,13 @@ app = typer.Typer(
     epilog="Exit codes: 0 done, 1 a fault of the program, 2 bad usage or input.",
 )
 for command, summary in (
-    (demo, "Answer from a long prompt, with the full cache and without."),
     (calibrate, "Prepare a model, once (the others do it by themselves)."),
-    (tune, "Choose settings for a model: a wanted accuracy for the fewest bytes."),
     (generate, "Continue a prompt with a selected cache."),
-    (fidelity, "Measure what the selection changes on a text."),
-    (diagnose, "Say whether the selection suits a model, and which layers are weak."),
-    (bench, "Time decode steps of several policies side by side."),
     (plan, "Say what a run needs of memory, and which setting to change."),
 ):
     app.command(short_help=summary)(expand_groups(command))
-app.command("eval", short_help="Measure how good answers stay: perplexity, tasks, retrieval.")(
-    expand_groups(evaluate)
-)
-app.add_typer(figures)
+for _point in entry_points(group=COMMANDS):
+    _point.load()(app)
 
 
 def _version(wanted: bool) -> None:

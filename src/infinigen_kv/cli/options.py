@@ -180,7 +180,7 @@ class SelectionOptions:
     def config(self, calibration: Calibration | None = None) -> InfiniGenConfig:
         """Validated settings; errors name the option as it was typed.
 
-        What was tuned for the model (`infinigen_kv_lab.tuning.tune`) stands for options that were not given.
+        What was tuned for the model (``tune``) stands for options that were not given.
         """
         values = {
             _FIELDS.get(name, name): value

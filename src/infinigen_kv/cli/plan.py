@@ -176,7 +176,8 @@ def _print(
     uncalibrated: bool,
 ) -> None:
     from infinigen_kv.memory import readable, refusal, shortfalls
-    from infinigen_kv.memory.plan import PLACES, Place
+    from infinigen_kv.memory.plan import PLACES
+    from infinigen_kv.storage.home_kinds.base import Place
 
     places: list[Place] = ["device", "disk"] if request.unified else list(PLACES)
     names = {"device": "memory" if request.unified else "device", "host": "host", "disk": "disk"}

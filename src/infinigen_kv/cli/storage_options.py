@@ -91,7 +91,6 @@ class StorageOptions:
     def config(self) -> StorageConfig:
         """Validated settings; errors name the option as it was typed."""
         from infinigen_kv.storage.config import StorageConfig
-        from infinigen_kv.storage.homes.disk.scratch import existing
 
         values: dict[str, Any] = asdict(self)
         for name in ("capacity", "resident"):
@@ -99,9 +98,9 @@ class StorageOptions:
                 values[name] = parse_size(f"--{name}", values[name], units=name == "resident")
         values["resident_layers"] = parse_layers(self.resident_layers)
         try:
-            if self.home == "disk":
-                existing(self.home_dir)  # before a model is loaded and calibrated
-            return StorageConfig(**values)
+            config = StorageConfig(**values)
+            config.kind.check(config)  # before a model is loaded and calibrated
+            return config
         except InputError as error:
             field, separator, rest = str(error).partition("=")
             if not separator or field not in values:

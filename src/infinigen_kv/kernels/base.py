@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from infinigen_kv.attention.dense import decode_attention, decode_weights
+from infinigen_kv.attention.entries import Entries
 from infinigen_kv.errors import InputError
 from infinigen_kv.rehearsal.partial_keys import PartialKeys
 from infinigen_kv.rehearsal.select import Candidates, Selection, choose
 from infinigen_kv.rehearsal.tail import Tail, attention_with_tail
-from infinigen_kv.storage.pools.entries import Entries
 from infinigen_kv.storage.pools.resident import ResidentSet
 
 if TYPE_CHECKING:

@@ -11,8 +11,9 @@ import psutil
 import torch
 
 from infinigen_kv.errors import InputError
-from infinigen_kv.memory.plan import PLACES, MemoryPlan, Place
+from infinigen_kv.memory.plan import PLACES, MemoryPlan
 from infinigen_kv.memory.request import PlanRequest
+from infinigen_kv.storage.home_kinds.base import Place
 from infinigen_kv.storage.homes.disk.scratch import existing
 
 CGROUPS = Path("/sys/fs/cgroup")
@@ -141,7 +142,7 @@ def _card_memory(device: torch.device, loaded: bool) -> int:
 
 
 def _free_disk(request: PlanRequest) -> int:
-    if request.storage.home != "disk":
+    if request.storage.kind.place != "disk":
         return shutil.disk_usage(_folder(request)).free
     return shutil.disk_usage(existing(request.storage.home_dir)).free
 

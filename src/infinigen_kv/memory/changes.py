@@ -10,6 +10,7 @@ import torch
 
 from infinigen_kv.errors import InputError
 from infinigen_kv.memory.request import PlanRequest
+from infinigen_kv.storage.home_kinds.registry import HOMES
 
 Style = Literal["option", "setting"]
 """As the command line spells a setting, or as Python does."""
@@ -60,8 +61,9 @@ def _storage_changes(request: PlanRequest) -> Iterator[Change]:
     for codec, bits in NUMBER_BITS.items():
         if bits < NUMBER_BITS[storage.codec]:
             yield from _stored(request, "codec", codec, codec)
-    for home in ("ram", "disk"):
-        if home != storage.home and (home == "disk" or not request.unified):
+    for home, kind in HOMES.items():
+        frees = kind.place == "disk" or not request.unified
+        if home != storage.home and kind.is_advised and frees:
             yield from _stored(request, "home", home, home)
     budget = storage.resident_budget_on(request.device)
     for share in RESIDENT:

@@ -1,42 +1,34 @@
 """Bytes that one layer of one cache holds while it decodes.
 
-Where a class of the engine allocates them it is asked itself, with tensors on PyTorch's ``meta``
-device, which have shapes but no memory: so its rules of growth and rounding are in one place.
+Homes and policies plan their own. Where a class of the engine allocates them it is asked itself,
+with tensors on PyTorch's ``meta`` device, which have shapes but no memory: so its rules of growth
+and rounding are in one place.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from infinigen_kv.memory.baselines import policy_state
 from infinigen_kv.memory.geometry import LayerGeometry
 from infinigen_kv.memory.request import PlanRequest
-from infinigen_kv.policies.registry import CachePlan
-from infinigen_kv.rehearsal.partial_keys import PartialKeys
-from infinigen_kv.rehearsal.recent import MOST
-from infinigen_kv.rehearsal.statistics import Magnitudes, Moments, Projection
-from infinigen_kv.rehearsal.tail import ValueMap
+from infinigen_kv.policies.entry import CachePlan, PolicyShape
+from infinigen_kv.policies.settings import PolicySettings
+from infinigen_kv.storage.home_kinds.base import HomeShape
 from infinigen_kv.storage.homes.buffer import TokenBuffer
 from infinigen_kv.storage.homes.codec import Codec, EntryShape, codec_by_name
-from infinigen_kv.storage.homes.disk.layout import Layout
 from infinigen_kv.storage.pools.linked import RING
-from infinigen_kv.storage.pools.pool import LocalPool
+from infinigen_kv.storage.pools.local import LocalPool
 from infinigen_kv.storage.pools.resident import ResidentSet
-from infinigen_kv_lab.paging.mapped import PAGE
-from infinigen_kv_lab.paging.pool import SMALLEST
 
 META = torch.device("meta")
 INDEX = torch.long.itemsize
 
-Role = Literal["window", "whole", "apart", "paged"]
-"""``whole`` keeps all KV on the device, ``apart`` in a home that a link reads, ``paged`` in a file
-of which a share is in memory.
-"""
+Role = Literal["window", "whole", "apart"]
+"""``whole`` keeps all KV on the device, ``apart`` in a home that a link reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +40,7 @@ class LayerBytes:
     home
         In the home, where that is apart from the device (`Pool.home_bytes`).
     whole
-        KV on the device, where all of it stays there.
+        KV on the device, where all of it stays there, or what the home itself keeps there.
     resident, side
         The resident set; scales, tail and slot look-ups of a packed home.
     partial_keys, state
@@ -87,7 +79,6 @@ class LayerBytes:
 class LayerPlanner:
     """Plans the layers of one cache; ``linked`` of them keep their KV apart from the device."""
 
-    policy: str
     request: PlanRequest
     cache: CachePlan
     linked: int
@@ -96,15 +87,12 @@ class LayerPlanner:
         """Bytes of a layer; ``selects`` unless it is attended to in full."""
         if role == "window":
             return LayerBytes(window=self._window(layer))
-        chosen = LayerBytes()
-        if selects:
-            chosen = LayerBytes(state=policy_state(self.policy, layer, self.request))
-            chosen += self._rehearsed(layer) if self.cache.rehearses else LayerBytes()
+        chosen = self._selecting(layer) if selects else LayerBytes()
         if role == "whole":
             keys = self._like(layer)
             pool = LocalPool(keys, keys, self.request.context)
             return chosen + LayerBytes(whole=pool.device_bytes)
-        return chosen + (self._paged(layer) if role == "paged" else self._apart(layer))
+        return chosen + self._apart(layer)
 
     def entry_bytes(self, layer: LayerGeometry, *, packed: bool) -> int:
         """One entry on the device, or as the codec packs it."""
@@ -153,31 +141,36 @@ class LayerPlanner:
         return 2 * self._like(layer, tokens).nbytes
 
     def _apart(self, layer: LayerGeometry) -> LayerBytes:
-        """`Storage.pool`: a `LinkedPool` of a packed home and a resident set."""
+        """`Storage.pool`: the home's own, or a `LinkedPool` of stores and a resident set."""
         storage = self.cache.storage
-        entry = self.entry_bytes(layer, packed=True)
-        keys, budget = self._like(layer), self.resident_entries
-        home = host = resident = 0
-        if storage.home == "disk":  # `DiskStore`: extents, and a last group for each row in memory
-            layout = Layout.of(layer.num_kv_heads * entry)
-            home = self.request.rows * layout.extents(self.slots) * layout.extent_bytes
-            host = self.request.rows * layout.group_bytes
-        else:  # `RamStore`
-            home = self._buffer(layer, entry, torch.uint8, self.slots).nbytes
-        if budget:
-            kept = ResidentSet(keys, keys, budget=budget, ring=RING)
-            kept.reserve(self.slots)
-            resident = kept.nbytes
+        held = storage.kind.planned(
+            HomeShape(
+                rows=self.request.rows,
+                heads=layer.num_kv_heads,
+                entry_bytes=self.entry_bytes(layer, packed=True),
+                plain_bytes=self.entry_bytes(layer, packed=False),
+                slots=self.slots,
+                context=self.request.context,
+                budget=self.request.budget,
+            )
+        )
+        planned = LayerBytes(home=held.home, whole=held.device, host=held.host)
+        if not storage.kind.has_stores:
+            return planned
+        slot_maps = 0
         if storage.capacity is not None:  # `SlotMap`: position and rank of every slot
-            host += self.request.rows * 2 * INDEX * self.slots
-        return LayerBytes(home=home, resident=resident, side=self._side(layer), host=host)
+            slot_maps = self.request.rows * 2 * INDEX * self.slots
+        resident = self._resident(layer)
+        return planned + LayerBytes(resident=resident, side=self._side(layer), host=slot_maps)
 
-    def _paged(self, layer: LayerGeometry) -> LayerBytes:
-        """`PagingPool`: for each head a share in whole pages, and one page more."""
-        heads = self.request.rows * layer.num_kv_heads
-        line = max(self.request.context, SMALLEST) * self.entry_bytes(layer, packed=False)
-        pages = math.ceil(self.request.budget * line / PAGE) + 1
-        return LayerBytes(home=heads * line, whole=heads * pages * PAGE)
+    def _resident(self, layer: LayerGeometry) -> int:
+        budget = self.resident_entries
+        if not budget:
+            return 0
+        keys = self._like(layer)
+        kept = ResidentSet(keys, keys, budget=budget, ring=RING)
+        kept.reserve(self.slots)
+        return kept.nbytes
 
     def _side(self, layer: LayerGeometry) -> int:
         """`PackedHome.side_bytes`."""
@@ -194,66 +187,28 @@ class LayerPlanner:
             nbytes += scales.nbytes + 2 * self._like(layer, group).nbytes
         return nbytes
 
-    def _rehearsed(self, layer: LayerGeometry) -> LayerBytes:
-        config, dtype = self.cache.config, self.request.geometry.dtype
-        keys = self._like(layer)
-        corrected = layer.copied_query
-        if config.rehearsal == "paper":
-            skew = torch.empty(
-                layer.num_kv_heads, layer.head_dim, layer.head_dim, dtype=torch.float32, device=META
+    def _selecting(self, layer: LayerGeometry) -> LayerBytes:
+        """What the layer's policy says that it will hold."""
+        request, geometry = self.request, self.request.geometry
+        assert self.cache.selecting is not None
+        held = self.cache.selecting.planned(
+            PolicyShape(
+                rows=request.rows,
+                heads=layer.num_heads,
+                kv_heads=layer.num_kv_heads,
+                head_dim=layer.head_dim,
+                hidden_size=geometry.hidden_size,
+                dtype=geometry.dtype,
+                context=request.context,
+                prompt_tokens=request.prompt_tokens,
+                slots=self.slots,
+                rank=request.rank,
+                copied_query=layer.copied_query,
+                shares_memory=request.unified,
+                config=self.cache.config,
+                settings=PolicySettings(budget=request.budget),
             )
-            # on a CPU the skew is the calibration's own
-            statistics = _held(Magnitudes.start(keys, skew))
-            statistics -= skew.nbytes if self.request.unified else 0
-        else:
-            statistics = _held(Moments.start(keys, keys if config.tail else None))
-            # `QueryPredictor`: down and up
-            hidden, query = self.request.geometry.hidden_size, layer.num_heads * layer.head_dim
-            corrected += self.request.rank * (hidden + 1 + query)
-        projection = self._projection(layer)
-        statistics += _held(projection)
-        waiting = self._waiting(layer) if config.refit_every else 0
-        return LayerBytes(
-            partial_keys=self._partial_keys(layer, projection),
-            rehearsal=statistics + (corrected + waiting) * dtype.itemsize,
         )
-
-    def _waiting(self, layer: LayerGeometry) -> int:
-        """Numbers of `RecentTokens`: queries, keys and values."""
-        tokens = self.request.rows * min(self.request.new_tokens, MOST)
-        return tokens * (layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim
-
-    def _projection(self, layer: LayerGeometry) -> Projection:
-        rows, heads, dim = self.request.rows, layer.num_kv_heads, layer.head_dim
-        rank = self.cache.config.partial_dim(dim)
-        matrix = torch.empty(rows, heads, dim, rank, dtype=torch.float32, device=META)
-        if self.cache.config.rehearsal == "paper":
-            return Projection(matrix, matrix, None)
-        return Projection(matrix, torch.empty_like(matrix), torch.empty_like(matrix[..., :1].mT))
-
-    def _partial_keys(self, layer: LayerGeometry, projection: Projection) -> int:
-        """`InfiniGenPolicy`: made of the prompt, or once a row is long enough, then appended to."""
-        prompt, least = self.request.prompt_tokens, self.cache.config.min_context
-        if least > self.request.context:
-            return 0
-        first = prompt if prompt >= least else min(least, self.slots)
-        partial = PartialKeys(self._like(layer, first), projection, empty=True)
-        partial.extend(first)
-        while partial.storage.shape[3] < min(self.request.context, self.slots):
-            partial.extend(partial.storage.shape[3] + 1 - partial.length)  # one by one as a rule
-        if not self.cache.config.tail:
-            return partial.nbytes
-        rows, heads, rank = self.request.rows, layer.num_kv_heads, projection.key.shape[3]
-        slope = torch.empty(rows, heads, rank, layer.head_dim, dtype=torch.float32, device=META)
-        return partial.nbytes + ValueMap(slope[:, :, :1], slope).nbytes
-
-
-def _held(holder: object) -> int:
-    """Bytes of a dataclass of tensors, and of such dataclasses; shared ones once."""
-    found = [getattr(holder, each.name) for each in fields(holder)]  # type: ignore[arg-type]
-    sizes = {
-        id(each): each.nbytes if isinstance(each, Tensor) else _held(each)
-        for each in found
-        if each is not None
-    }
-    return sum(sizes.values())
+        return LayerBytes(
+            partial_keys=held.partial_keys, state=held.state, rehearsal=held.rehearsal
+        )

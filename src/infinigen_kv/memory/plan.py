@@ -12,10 +12,11 @@ from infinigen_kv.memory.geometry import LayerGeometry
 from infinigen_kv.memory.layers import LayerBytes, LayerPlanner, Role
 from infinigen_kv.memory.request import PlanRequest
 from infinigen_kv.memory.workspace import Workspace
-from infinigen_kv.policies.registry import cache_plan, resident_layers, selecting_layers
+from infinigen_kv.policies.layer_roles import resident_layers, selecting_layers
+from infinigen_kv.policies.registry import cache_plan
+from infinigen_kv.storage.home_kinds.base import Place
 from infinigen_kv.storage.link import LinkSpec
 
-Place = Literal["device", "host", "disk"]
 PLACES: tuple[Place, ...] = ("device", "host", "disk")
 Phase = Literal["always", "prefill", "decode", "probe"]
 
@@ -151,10 +152,9 @@ def _plan_cache(request: PlanRequest, policy: str) -> _Planned:
     if cache.rehearses:
         kept = resident_layers(layers, cache.storage, speculated, device, request.report)
     apart: Role = "whole" if cache.storage.is_local_on(device) else "apart"
-    apart = "paged" if cache.paged else apart
     roles = {layer.index: _role(layer, kept, apart) for layer in layers}
-    linked = [layer for layer in layers if roles[layer.index] in ("apart", "paged")]
-    planner = LayerPlanner(policy, request, cache, len(linked))
+    linked = [layer for layer in layers if roles[layer.index] == "apart"]
+    planner = LayerPlanner(request, cache, len(linked))
     selecting = speculated - kept
     found = _by_kind(planner, layers, roles, selecting)
     here = [each for each in layers if roles[each.index] == "whole" and each.index in selecting]
@@ -167,7 +167,7 @@ def _plan_cache(request: PlanRequest, policy: str) -> _Planned:
     bytes_of = CacheBytes(policy, found)
     return _Planned(
         cache=bytes_of,
-        home="disk" if cache.paged or cache.storage.home == "disk" else "host",
+        home="disk" if cache.storage.kind.place == "disk" else "host",
         staging=workspace.staging(bytes_of.home_bytes),
         prefill=workspace.prefill(),
         decode=workspace.decode(),

@@ -13,11 +13,8 @@ import torch
 
 from infinigen_kv.attention.dense import QUERY_BLOCK, SCORES
 from infinigen_kv.memory.geometry import LayerGeometry
-from infinigen_kv.memory.layers import INDEX, LayerPlanner
+from infinigen_kv.memory.layers import LayerPlanner
 from infinigen_kv.rehearsal.statistics import TOKEN_BLOCK
-from infinigen_kv.storage.homes.disk.file import WRITE_BEHIND
-from infinigen_kv.storage.homes.disk.layout import EXTENT
-from infinigen_kv.storage.homes.disk.store import STAGE
 from infinigen_kv.storage.homes.packed import CHUNK
 from infinigen_kv.storage.homes.pinned import pinned_size
 from infinigen_kv.storage.link.staging import BUFFERS, staging_size
@@ -180,15 +177,10 @@ class Workspace:
         apart = self.selecting + self.streamed
         if not apart:
             return 0
-        if self.planner.cache.storage.home == "disk":
-            return self._disk_buffers(home_bytes)
-        return 0 if self.planner.request.unified else self._pinned_buffers(home_bytes)
-
-    def _disk_buffers(self, home_bytes: int) -> int:
-        """`WriteBehind`, what the readers hold, and `DiskStore._plan`'s maps of all tokens."""
         storage, request = self.planner.cache.storage, self.planner.request
-        waiting = min(WRITE_BEHIND + STAGE, home_bytes)
-        return waiting + storage.queue_depth * EXTENT + 2 * INDEX * request.rows * request.context
+        if storage.kind.place != "host":
+            return storage.kind.buffers(storage, home_bytes, request.rows * request.context)
+        return 0 if request.unified else self._pinned_buffers(home_bytes)
 
     def _pinned_buffers(self, home_bytes: int) -> int:
         """`StagingRing`, appends that wait to be stored, and what rounding adds to the home."""

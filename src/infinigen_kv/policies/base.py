@@ -24,7 +24,7 @@ class Policy:
     5. `attended` after a single query, if the policy `needs_weights`.
 
     A `copy.copy` of it, with the cache's tokens as they are just then, goes on as it would have
-    itself, whatever either of them sees later (`infinigen_kv_lab.bench.fidelity.forgetting`).
+    itself, whatever either of them sees later.
     """
 
     late: bool = False

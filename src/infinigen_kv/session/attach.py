@@ -211,7 +211,7 @@ def attach(
     calibration
         From `calibrate` or `Calibration.load`; None allows exact attention only.
     config
-        Settings of the selection; None for those that were tuned for the model (`infinigen_kv_lab.tuning.tune`), or
+        Settings of the selection; None for those that were tuned for the model (``tune``), or
         the defaults. To change some of the tuned ones: ``calibration.config(max_fetch=0.3)``.
     storage
         Where the KV lives and how it moves; None keeps it in memory, with the resident set and

@@ -12,6 +12,8 @@ from typing import Any, Literal
 import torch
 
 from infinigen_kv.errors import InputError
+from infinigen_kv.storage.home_kinds.base import HomeKind
+from infinigen_kv.storage.home_kinds.registry import HOMES
 from infinigen_kv.storage.homes.codec import CODECS
 from infinigen_kv.storage.homes.disk.file import DEPTH
 from infinigen_kv.storage.homes.pinned import pinnable_bytes
@@ -30,7 +32,8 @@ class StorageConfig:
     ----------
     home
         ``ram``, the host's memory, which is the device's own where the model runs on a CPU;
-        ``disk``; or ``device``, where nothing has to move.
+        ``disk``; ``device``, where nothing has to move; or another one that is registered
+        (`storage.home_kinds`).
     home_dir
         Folder of a disk home's file; None for the temporary folder.
     link
@@ -64,7 +67,7 @@ class StorageConfig:
         If a value is outside its range.
     """
 
-    home: Literal["ram", "disk", "device"] = "ram"
+    home: str = "ram"
     home_dir: Path | None = None
     link: str = "none"
     codec: str = "none"
@@ -77,7 +80,7 @@ class StorageConfig:
     gather: Gather = "auto"
 
     def __post_init__(self) -> None:
-        _one_of("home", self.home, ("ram", "disk", "device"))
+        kind = self.kind  # an unknown one is an error
         _one_of("gather", self.gather, GATHERS)
         _one_of("codec", self.codec, CODECS)
         _one_of("evict", self.evict, EVICTIONS)
@@ -100,27 +103,33 @@ class StorageConfig:
                 f"pinned_bytes={pinned!r} is not valid: it must be an integer >= 0, or None for "
                 "half of the machine's memory"
             )
-        if self.home == "device" and not self.is_local:
+        if kind.place == "device" and not self.is_local:
             raise InputError(
                 "home='device' keeps all KV as it is, on the device: leave codec, capacity, link "
                 "and resident out, or choose home='ram' or 'disk'"
             )
 
     @property
+    def kind(self) -> HomeKind:
+        """What ``home`` names."""
+        return HOMES[self.home]
+
+    @property
     def is_local(self) -> bool:
         """Whether nothing has to move where the model runs on a CPU."""
         plain = self.codec == "none" and self.capacity is None and not self.resident
-        return plain and self.home != "disk" and self.link == "none"
+        return plain and self.kind.is_host_memory and self.link == "none"
 
     def is_local_on(self, device: torch.device) -> bool:
         """Whether home and device are the same memory, so that nothing has to move."""
-        return self.is_local and (self.home == "device" or device.type == "cpu")
+        return self.is_local and (self.kind.place == "device" or device.type == "cpu")
 
     def resident_budget_on(self, device: torch.device) -> int | float:
         """`resident`, resolved."""
         if self.resident is not None:
             return self.resident
-        moves = self.home == "disk" or self.link != "none" or device.type != "cpu"
+        local = self.kind.is_host_memory and device.type == "cpu"
+        moves = self.link != "none" or not local
         return 0.2 if moves else 0
 
     def limit(self, tokens: int) -> int | None:

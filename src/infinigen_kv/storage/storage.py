@@ -11,20 +11,20 @@ import torch
 from torch import Tensor
 
 from infinigen_kv.errors import InputError
-from infinigen_kv.kernels.base import Kernels
 from infinigen_kv.storage.config import StorageConfig
+from infinigen_kv.storage.home_kinds.base import HomeUse, OpenHome, PoolHome, StoreHome
 from infinigen_kv.storage.homes.capped import CappedHome
 from infinigen_kv.storage.homes.codec import codec_by_name
-from infinigen_kv.storage.homes.disk.file import DiskFile
-from infinigen_kv.storage.homes.disk.store import DiskStore
 from infinigen_kv.storage.homes.packed import PackedHome
 from infinigen_kv.storage.homes.pinned import HostMemory
-from infinigen_kv.storage.homes.store import RamStore, Store
+from infinigen_kv.storage.homes.store import Store
 from infinigen_kv.storage.link import Link, LinkSpec, Pace
 from infinigen_kv.storage.link.cuda import CudaStore
 from infinigen_kv.storage.link.lane import Lane, needs_lane
 from infinigen_kv.storage.pools.linked import LinkedPool
-from infinigen_kv.storage.pools.pool import LocalPool, Pool
+from infinigen_kv.storage.pools.local import LocalPool
+from infinigen_kv.storage.pools.pool import Pool
+from infinigen_kv.storage.pools.resident import ResidentSet
 
 
 class Storage:
@@ -40,10 +40,12 @@ class Storage:
         Tokens per row that the cache is made for; 0 if unknown.
     layers
         Layers that keep their KV in a home apart from the device.
-    kernels
-        Who does the bookkeeping of resident sets; None for PyTorch.
+    resident_kind
+        Who does the bookkeeping of resident sets (`kernels.base.Kernels.resident_set`).
     sinks
         First real tokens of each row that stay in a home with a capacity.
+    budget
+        Share of the cache that a home may keep in memory, for kinds that page.
     """
 
     def __init__(
@@ -53,50 +55,43 @@ class Storage:
         rate: float | None,
         tokens: int,
         layers: int,
-        kernels: Kernels | None = None,
+        resident_kind: type[ResidentSet] = ResidentSet,
         sinks: int = 0,
+        budget: float = 1.0,
     ) -> None:
         self.config = config
         self._sinks = sinks
-        self._kernels = kernels
+        self._resident_kind = resident_kind
         self._tokens = tokens
         self._layers = max(1, layers)
         self._whole: Storage | None = None  # kept alive by its rows
         self.link = Link(
-            _pace(LinkSpec.parse(config.link), rate),
-            queue_depth=config.queue_depth if config.home == "disk" else 0,
+            _pace(LinkSpec.parse(config.link), rate), queue_depth=config.kind.threads(config)
         )
         self._memory = HostMemory(config.pinned_budget)
         self._lanes: dict[torch.device, Lane] = {}
-        self._file: DiskFile | None = None
-        if config.home == "disk":
-            try:
-                self._file = DiskFile(
-                    config.home_dir,
-                    readers=self.link.readers,
-                    writers=self.link.writer,
-                    depth=config.queue_depth,
-                )
-            except BaseException:
-                self.link.close()
-                raise
+        try:
+            self._home = config.kind.open(HomeUse(config, self.link, tokens, budget))
+        except BaseException:
+            self.link.close()
+            raise
         # a cache that is dropped must leave no thread and no file
-        self.close = weakref.finalize(self, _close, self._file, self.link, self._lanes)
+        self.close = weakref.finalize(self, _close, self._home, self.link, self._lanes)
 
     @property
     def direct_io(self) -> bool | None:
         """Whether the disk is read past the page cache; None without a disk home."""
-        return None if self._file is None else self._file.direct
+        return self._home.direct_io
 
     @property
     def bytes_on_disk(self) -> int:
-        """Bytes reserved in the file."""
-        return 0 if self._file is None else self._file.nbytes
+        """Bytes reserved in files."""
+        return self._home.bytes_on_disk
 
     @property
     def disk_bytes_read(self) -> int:
         """Bytes asked of the disk so far, the unwanted parts of blocks included."""
-        return 0 if self._file is None else self._file.bytes_read
+        return self._home.disk_bytes_read
 
     @property
     def lanes(self) -> list[Lane]:
@@ -137,6 +132,8 @@ class Storage:
         """An empty pool for a layer with keys and values like these, ``(B, H_kv, *, D)``."""
         if self.config.is_local_on(keys.device):
             return self.local_pool(keys, values)
+        if isinstance(self._home, PoolHome):
+            return self._home.pool(keys, values, self._tokens)
         codec = codec_by_name(self.config.codec)
         tokens = max(self._tokens, keys.shape[2])
         limit = self.config.limit(tokens)
@@ -150,20 +147,17 @@ class Storage:
             resident=self._resident(keys, values, tokens),
             eviction=None if limit is None else self.config.evict,
             sinks=self._sinks,
-            kernels=self._kernels,
+            resident_kind=self._resident_kind,
         )
 
     def _store(
         self, device: torch.device, rows: int, heads: int, entry_bytes: int, capacity: int
     ) -> Store:
         """A store for a layer whose keys and values are on ``device``."""
+        assert isinstance(self._home, StoreHome)
         lane = self._lane(device)
-        store: Store
-        if self._file is not None:
-            store = DiskStore(self._file, rows, heads, entry_bytes, capacity)
-        else:
-            memory = None if lane is None else self._memory
-            store = RamStore(rows, heads, entry_bytes, capacity, memory)
+        memory = None if lane is None else self._memory
+        store = self._home.store(rows, heads, entry_bytes, capacity, memory)
         return store if lane is None else CudaStore(store, lane)
 
     def _lane(self, device: torch.device) -> Lane | None:
@@ -192,10 +186,9 @@ def _pace(spec: LinkSpec, rate: float | None) -> Pace | None:
     return Pace(used, spec.latency)
 
 
-def _close(file: DiskFile | None, link: Link, lanes: dict[torch.device, Lane]) -> None:
+def _close(home: OpenHome, link: Link, lanes: dict[torch.device, Lane]) -> None:
     try:
-        if file is not None:
-            file.close()
+        home.close()
     finally:
         link.close()
         for lane in lanes.values():

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from infinigen_kv.attention.dense import decode_weights
 from infinigen_kv.policies.base import Policy
+from infinigen_kv.policies.entry import Scoring
 from infinigen_kv.policies.settings import PolicySettings
 from infinigen_kv.policies.step import Step
 from infinigen_kv.rehearsal.select import Selection
 from infinigen_kv.storage.pools.pool import Pool
 from infinigen_kv_lab.baselines.scoring import (
     Attention,
-    Scoring,
     budgets,
     counted,
     exact_attention,

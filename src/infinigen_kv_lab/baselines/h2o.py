@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from infinigen_kv.policies.entry import PolicyBytes, PolicyParts, PolicyShape, Scoring
 from infinigen_kv.policies.settings import PolicySettings
+from infinigen_kv_lab.baselines.entries import budgeted, survivor_bytes
 from infinigen_kv_lab.baselines.evicting import EvictingPolicy
-from infinigen_kv_lab.baselines.scoring import Attention, Scoring
+from infinigen_kv_lab.baselines.scoring import Attention
 
 
 class H2OPolicy(EvictingPolicy):
@@ -37,3 +39,21 @@ class H2OPolicy(EvictingPolicy):
 
     def window(self, budget: int) -> int:
         return budget - budget // 2
+
+
+def h2o_policy(parts: PolicyParts) -> H2OPolicy:
+    """The policy of one layer."""
+    return H2OPolicy(parts.scoring, parts.settings)
+
+
+def h2o_bytes(shape: PolicyShape) -> PolicyBytes:
+    """A sum for each token."""
+    return survivor_bytes(shape, torch.float32.itemsize)
+
+
+H2O = budgeted(
+    "h2o",
+    "a fixed budget: half recent tokens, half those with the most attention so far",
+    h2o_policy,
+    h2o_bytes,
+)

@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 from copy import copy
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from infinigen_kv.attention.dense import grouped_scores
+from infinigen_kv.config import InfiniGenConfig
 from infinigen_kv.policies.base import Policy
 from infinigen_kv.policies.candidates import HeldCandidates
+from infinigen_kv.policies.entry import (
+    CachePlan,
+    PolicyBytes,
+    PolicyEntry,
+    PolicyParts,
+    PolicyShape,
+    Scoring,
+    Selecting,
+)
 from infinigen_kv.policies.infinigen import InfiniGenPolicy
+from infinigen_kv.policies.infinigen_plan import infinigen_bytes
+from infinigen_kv.policies.registry import rehearsing_policy
 from infinigen_kv.policies.step import Step
 from infinigen_kv.rehearsal.select import Candidates, Selection, group_margin, top_entries
-from infinigen_kv.storage.homes.buffer import TokenBuffer
+from infinigen_kv.storage.config import StorageConfig
+from infinigen_kv.storage.homes.buffer import GROWTH, TokenBuffer
 from infinigen_kv.storage.pools.pool import Pool
-from infinigen_kv_lab.baselines.scoring import Scoring
 
 
 class OraclePolicy(Policy):
@@ -127,3 +140,22 @@ def _counts(chosen: Selection) -> Tensor:
         return chosen.counts
     rows, _, queries, tokens = chosen.index.shape
     return torch.full((rows, queries), tokens, device=chosen.index.device)
+
+
+def _policy(parts: PolicyParts) -> OraclePolicy:
+    return OraclePolicy(rehearsing_policy(parts), parts.scoring)
+
+
+def _planned(shape: PolicyShape) -> PolicyBytes:
+    """What InfiniGen's holds, and all keys."""
+    keys = int(GROWTH * shape.key_bytes * shape.entries)
+    return replace(infinigen_bytes(shape), state=keys)
+
+
+def _plan(config: InfiniGenConfig, storage: StorageConfig) -> CachePlan:
+    return CachePlan(config, storage, Selecting(_policy, _planned, rehearses=True))
+
+
+ORACLE = PolicyEntry(
+    "oracle", "as many tokens as infinigen, chosen by the true scores: a bound, not a system", _plan
+)

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from infinigen_kv.policies.base import Policy
+from infinigen_kv.policies.entry import PolicyBytes, PolicyParts, PolicyShape, Scoring
 from infinigen_kv.policies.settings import PolicySettings
 from infinigen_kv.policies.step import Step
 from infinigen_kv.rehearsal.select import Selection, group_margin
-from infinigen_kv.storage.homes.buffer import TokenBuffer
+from infinigen_kv.storage.homes.buffer import GROWTH, TokenBuffer
 from infinigen_kv.storage.pools.pool import Pool
+from infinigen_kv_lab.baselines.entries import budgeted
 from infinigen_kv_lab.baselines.scoring import (
-    Scoring,
     budgets,
     cached_tokens,
     counted,
@@ -206,3 +207,21 @@ def _row_lengths(step: Step, length: int) -> Tensor:
     if step.visible is None:
         return torch.tensor([[length]])
     return step.visible[:, :length].sum(dim=1, keepdim=True)
+
+
+def _policy(parts: PolicyParts) -> QuestPolicy:
+    return QuestPolicy(parts.scoring, parts.settings)
+
+
+def _planned(shape: PolicyShape) -> PolicyBytes:
+    """The least and the largest numbers of every page."""
+    per_token = GROWTH * 2 * shape.key_bytes / shape.settings.page_tokens
+    return PolicyBytes(state=int(per_token * shape.entries))
+
+
+QUEST = budgeted(
+    "quest",
+    "a fixed budget: pages of tokens, ranked by bounds of their keys; no prefetch",
+    _policy,
+    _planned,
+)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from infinigen_kv.policies.entry import PolicyBytes, PolicyParts, PolicyShape, Scoring
 from infinigen_kv.policies.settings import PolicySettings
+from infinigen_kv_lab.baselines.entries import budgeted, survivor_bytes
 from infinigen_kv_lab.baselines.evicting import EvictingPolicy
 from infinigen_kv_lab.baselines.history import ones, push, words_for
-from infinigen_kv_lab.baselines.scoring import Attention, Scoring
+from infinigen_kv_lab.baselines.scoring import Attention
 
 
 class ScissorhandsPolicy(EvictingPolicy):
@@ -47,3 +49,19 @@ class ScissorhandsPolicy(EvictingPolicy):
 
     def window(self, budget: int) -> int:
         return min(self._settings.recent, budget)
+
+
+def _policy(parts: PolicyParts) -> ScissorhandsPolicy:
+    return ScissorhandsPolicy(parts.scoring, parts.settings)
+
+
+def _planned(shape: PolicyShape) -> PolicyBytes:
+    return survivor_bytes(shape, words_for(shape.settings.history) * torch.long.itemsize)
+
+
+SCISSORHANDS = budgeted(
+    "scissorhands",
+    "a fixed budget: the tokens that most of the last queries found important",
+    _policy,
+    _planned,
+)

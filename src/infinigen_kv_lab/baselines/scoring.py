@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from infinigen_kv.attention.dense import grouped_scores
+from infinigen_kv.policies.entry import Scoring
 from infinigen_kv.policies.settings import PolicySettings
 from infinigen_kv.policies.step import Step
 from infinigen_kv.rehearsal.select import Selection
@@ -17,14 +17,6 @@ from infinigen_kv.storage.pools.pool import Pool
 
 QUERY_BLOCK = 128  # queries of a prompt scored at once, at most
 SCRATCH = 64 * 2**20  # bytes of scores at once, unless those of one query are more
-
-
-@dataclass(frozen=True, slots=True)
-class Scoring:
-    """How a layer makes scores: ``softcap * tanh(q k scaling / softcap)``, or without the cap."""
-
-    scaling: float
-    softcap: float | None = None
 
 
 class Attention(NamedTuple):

@@ -6,10 +6,12 @@ import torch
 from torch import Tensor
 
 from infinigen_kv.policies.base import Policy
+from infinigen_kv.policies.entry import PolicyParts
 from infinigen_kv.policies.settings import PolicySettings
 from infinigen_kv.policies.step import Step
 from infinigen_kv.rehearsal.select import Selection
 from infinigen_kv.storage.pools.pool import Pool
+from infinigen_kv_lab.baselines.entries import budgeted, no_state
 from infinigen_kv_lab.baselines.scoring import (
     budgets,
     cached_tokens,
@@ -76,3 +78,12 @@ class StreamingLLMPolicy(Policy):
         tokens = torch.stack(rows).unsqueeze(1)  # (B or 1, 1, n)
         index = token_positions(tokens.expand(step.rows, self._heads, -1), step)
         return Selection(index.unsqueeze(2), counted(counts, self._device))
+
+
+def _policy(parts: PolicyParts) -> StreamingLLMPolicy:
+    return StreamingLLMPolicy(parts.settings)
+
+
+STREAMING_LLM = budgeted(
+    "streaming-llm", "a fixed budget: the first tokens and the newest ones", _policy, no_state
+)

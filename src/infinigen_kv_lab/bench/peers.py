@@ -30,7 +30,7 @@ _PACKAGES = "optimum-quanto or hqq"
 
 @dataclass(frozen=True, slots=True)
 class PeerResult:
-    """Figures of one of Transformers' caches; the names are those of `infinigen_kv_lab.bench.run.PolicyResult`."""
+    """Figures of one of Transformers' caches; the names are `bench.run.PolicyResult`'s."""
 
     name: str
     step_ms_median: float

@@ -127,7 +127,7 @@ def bench(
     budget
         As in `Session.new_cache`, for the policies that have one.
     also
-        A system that is no policy and takes its turn in each step, e.g. `infinigen_kv_lab.bench.peers.Peers.step`.
+        A system that is no policy and takes its turn in each step, e.g. `bench.peers.Peers.step`.
 
     Raises
     ------

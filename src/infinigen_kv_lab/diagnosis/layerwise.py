@@ -10,7 +10,7 @@ from torch import Tensor
 
 from infinigen_kv.cache.cache import InfiniGenCache
 from infinigen_kv.cache.forward import decode, prefill
-from infinigen_kv.policies import FullPolicy
+from infinigen_kv.policies.full import FullPolicy
 from infinigen_kv.session.attach import Session
 from infinigen_kv_lab.bench.fidelity import forgetting
 

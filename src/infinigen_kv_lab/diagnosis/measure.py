@@ -17,7 +17,7 @@ from infinigen_kv.config import InfiniGenConfig
 from infinigen_kv.errors import InfiniGenError, InputError
 from infinigen_kv.models.adapters import adapter_for
 from infinigen_kv.models.adapters.base import Adapter
-from infinigen_kv.policies.registry import speculated_layers
+from infinigen_kv.policies.layer_roles import speculated_layers
 from infinigen_kv.progress import Progress, no_progress
 from infinigen_kv.session.attach import Session, attach
 from infinigen_kv.storage.config import StorageConfig

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from infinigen_kv.calibration import Calibration, LayerCalibration
 from infinigen_kv.models.adapters.layer_spec import LayerSpec
+from infinigen_kv.policies.layer_roles import speculated_layers
 from infinigen_kv.policies.query_predictor import QueryPredictor
-from infinigen_kv.policies.registry import speculated_layers
 from infinigen_kv.policies.step import Step
 from infinigen_kv.rehearsal.select import choose
 from infinigen_kv.session.attach import Session

@@ -77,7 +77,7 @@ class AttentionTask(WindowTask):
 
     def suits(self, policy: str) -> bool:
         """Whether the policy selects."""
-        return cache_plan(policy, InfiniGenConfig(), StorageConfig()).selects
+        return cache_plan(policy, InfiniGenConfig(), StorageConfig()).selecting is not None
 
     @torch.no_grad()
     def measure(self, reader: Reader, index: int, shared: Any) -> Sample:

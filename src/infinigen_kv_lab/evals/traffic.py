@@ -6,7 +6,7 @@ import torch
 
 from infinigen_kv.cache.cache import InfiniGenCache
 from infinigen_kv.storage.homes.codec import EntryShape, codec_by_name
-from infinigen_kv.storage.pools.pool import LocalPool
+from infinigen_kv.storage.pools.local import LocalPool
 
 
 def token_bytes(cache: InfiniGenCache, dtype: torch.dtype) -> dict[int, int]:

@@ -25,8 +25,9 @@ class Point:
     Parameters
     ----------
     kind
-        ``bench``: `infinigen_kv_lab.bench.run.bench`; ``fidelity``: `infinigen_kv_lab.bench.fidelity.measure_fidelity`, which knows one policy
-        only; ``blocks``: `infinigen_kv_lab.figures.blocks.split_blocks`; ``rate``: `session.paper_link.paper_link_rate`.
+        ``bench``: `bench.run.bench`; ``fidelity``: `bench.fidelity.measure_fidelity`, which knows
+        one policy only; ``blocks``: `figures.blocks.split_blocks`; ``rate``:
+        `session.paper_link.paper_link_rate`.
     model
         A name of ``--models``; empty for the main one.
     layers

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from infinigen_kv.config import InfiniGenConfig
 from infinigen_kv.models.adapters import adapter_for
-from infinigen_kv.policies.registry import resident_layers, speculated_layers
+from infinigen_kv.policies.layer_roles import resident_layers, speculated_layers
 from infinigen_kv_lab.tuning.options import TuneOptions
 from infinigen_kv_lab.tuning.trial import Trials
 

@@ -21,7 +21,7 @@ from infinigen_kv.policies import settings
 from infinigen_kv.policies.infinigen import InfiniGenPolicy
 from infinigen_kv.policies.rehearsal_layer import RehearsalLayer
 from infinigen_kv.policies.step import Step
-from infinigen_kv.storage.pools.pool import LocalPool
+from infinigen_kv.storage.pools.local import LocalPool
 from infinigen_kv_lab.baselines.oracle import OraclePolicy
 from infinigen_kv_lab.baselines.scoring import Scoring
 from naive_baselines import (

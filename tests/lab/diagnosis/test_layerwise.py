@@ -9,7 +9,7 @@ from torch import Tensor
 from calibrating import calibrate_tiny, reference, selecting, tokens
 from infinigen_kv import StorageConfig, attach
 from infinigen_kv.cache.forward import forward, prefill
-from infinigen_kv.policies import FullPolicy
+from infinigen_kv.policies.full import FullPolicy
 from infinigen_kv_lab.diagnosis.layerwise import LayerwiseKL, selecting_only
 from tiny import TINY
 

@@ -32,7 +32,8 @@ def test_names_near_to_nothing_and_names_of_the_harness() -> None:
 def test_the_harness_is_not_imported_unless_used() -> None:
     """Importing what the other tasks need loads neither it nor the tasks' own modules."""
     code = (
-        "import sys, infinigen_kv_lab.evals.registry, infinigen_kv_lab.evals.run, infinigen_kv_lab.cli.eval;"
+        "import sys, infinigen_kv_lab.evals.registry, infinigen_kv_lab.evals.run;"
+        "import infinigen_kv_lab.cli.eval;"
         "import infinigen_kv_lab.evals.fewshot, infinigen_kv_lab.evals.harness;"
         "own = 'infinigen_kv_lab.evals.passkey';"
         "print([name for name in ('lm_eval', 'datasets', own) if name in sys.modules])"

@@ -23,7 +23,8 @@ from infinigen_kv.errors import CacheStateError, HomeError, InputError
 from infinigen_kv.rehearsal.select import Selection
 from infinigen_kv.storage.homes.disk import scratch
 from infinigen_kv.storage.link import Link, Pace
-from infinigen_kv.storage.pools.pool import LocalPool, Pool
+from infinigen_kv.storage.pools.local import LocalPool
+from infinigen_kv.storage.pools.pool import Pool
 from infinigen_kv_lab.paging import mapped
 from infinigen_kv_lab.paging.mapped import PAGE, WINDOW, PagedMemory
 from infinigen_kv_lab.paging.pool import PagingPool

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from torch import Tensor
 
-from infinigen_kv.storage.homes.buffer import SMALLEST
-from infinigen_kv.storage.pools import TokenBuffer
+from infinigen_kv.storage.homes.buffer import SMALLEST, TokenBuffer
 
 HEADS, WIDTH = 2, 3
 

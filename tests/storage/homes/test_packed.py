@@ -21,7 +21,7 @@ from infinigen_kv.errors import InfiniGenError, InputError
 from infinigen_kv.storage.homes.codec import CODECS, GROUP, codec_by_name
 from infinigen_kv.storage.homes.packed import CHUNK, PackedHome
 from infinigen_kv.storage.homes.store import RamStore
-from infinigen_kv.storage.pools import Home, RamHome
+from infinigen_kv.storage.homes.unpacked import UnpackedHome
 
 HEADS, KEY_DIM, VALUE_DIM = 2, 4, 6
 HALF_SCALE = {"none": 0.0, "int8": 1.001 / 255, "int4": 1.001 / 15}  # for numbers in -1 to 1
@@ -54,7 +54,7 @@ class PackedMachine(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
         self.home = empty_home(self.codec)
-        self.exact: Home = RamHome(*tokens(2, 0, 0))
+        self.exact = UnpackedHome(*tokens(2, 0, 0))
         self.exact_from = 0
         self.passes = 1  # how often a token can have been quantised
 

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from infinigen_kv.attention.entries import Entries
 from infinigen_kv.errors import InfiniGenError
 from infinigen_kv.kernels.base import AddLowRank, Kernels
 from infinigen_kv.kernels.native.arrays import Array, as_array, as_flat
@@ -18,7 +19,6 @@ from infinigen_kv.rehearsal.partial_keys import PartialKeys
 from infinigen_kv.rehearsal.select import UNSOUND, Candidates, Selection
 from infinigen_kv.rehearsal.statistics import Projection
 from infinigen_kv.rehearsal.tail import Tail
-from infinigen_kv.storage.pools.entries import Entries
 
 NO_MARKS = np.zeros((0, 0), dtype=np.uint8)
 NO_INDEX = np.zeros((0, 0, 0), dtype=np.int64)

@@ -97,7 +97,7 @@ class PackedHome:
     """KV of one layer: whole groups of tokens packed in a store, and the rest, fewer than a group,
     in full precision in the tail on the device.
 
-    Implements `storage.pools.Home`. A link reads `store` itself, between `prepare` and `Reading.decode`.
+    A link reads `store` itself, between `prepare` and `Reading.decode`.
 
     Parameters
     ----------

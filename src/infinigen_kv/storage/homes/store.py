@@ -1,6 +1,6 @@
 """Stores: packed entries as rows of bytes, without any idea of what they mean.
 
-A codec (`storage.homes.codec`) packs the key and value of one token and KV head into E bytes. A store keeps
+A codec (`codec`) packs the key and value of one token and KV head into E bytes. A store keeps
 ``(B, H_kv, T, E)`` of them and is all that a link reads from and writes to.
 """
 

@@ -9,15 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from infinigen_kv.attention.entries import Entries
 from infinigen_kv.errors import HomeError
-from infinigen_kv.kernels.base import Kernels, TorchKernels
 from infinigen_kv.rehearsal.select import Selection
 from infinigen_kv.storage.homes.capped import CappedHome
 from infinigen_kv.storage.homes.packed import FullReading, PackedHome, Reading
 from infinigen_kv.storage.homes.row_slots import RowSlots
 from infinigen_kv.storage.homes.slots import Eviction
 from infinigen_kv.storage.link import Link, Transfer
-from infinigen_kv.storage.pools.entries import Entries
 from infinigen_kv.storage.pools.pool import Pool
 from infinigen_kv.storage.pools.resident import Lookups, Misses, ResidentSet
 
@@ -51,8 +50,8 @@ class LinkedPool(Pool):
         What makes room in a capped home.
     sinks
         First real tokens of each row that a capped home never evicts.
-    kernels
-        Who does the resident set's bookkeeping; None for PyTorch.
+    resident_kind
+        Who does the resident set's bookkeeping (`kernels.base.Kernels.resident_set`).
     """
 
     def __init__(
@@ -63,13 +62,13 @@ class LinkedPool(Pool):
         resident: int = 0,
         eviction: Eviction | None = None,
         sinks: int = 0,
-        kernels: Kernels | None = None,
+        resident_kind: type[ResidentSet] = ResidentSet,
     ) -> None:
         self.lookups = Lookups()
         self._home = home
         self._link = link
         self._budget = resident
-        self._kind = (kernels or TorchKernels()).resident_set
+        self._kind = resident_kind
         self._resident: ResidentSet | None = None
         self._fetch: _Fetch | None = None
         self._slots: RowSlots | None = None

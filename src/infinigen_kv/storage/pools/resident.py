@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from infinigen_kv.storage.pools.entries import Entries
+from infinigen_kv.attention.entries import Entries
 
 NEVER = -(2**40)  # the last use of an empty place
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from torch import Tensor
 
-from infinigen_kv.storage.pools import Home, RamHome
+from infinigen_kv.storage.homes.unpacked import UnpackedHome
 
 HEADS, KEY_DIM, VALUE_DIM = 2, 3, 5  # keys and values of different widths
 
@@ -27,7 +27,7 @@ class HomeMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.keys, self.values = entries(2, 0, seed=0)
-        self.home: Home = RamHome(self.keys, self.values)
+        self.home = UnpackedHome(self.keys, self.values)
 
     @rule(count=st.sampled_from([1, 2, 7, 200, 300]), seed=st.integers(0, 999))
     def append(self, count: int, seed: int) -> None:
@@ -70,12 +70,12 @@ class HomeMachine(RuleBasedStateMachine):
 
 
 HomeMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=20, deadline=None)
-TestRamHome = HomeMachine.TestCase
+TestUnpackedHome = HomeMachine.TestCase
 
 
 def test_capacity_is_reserved_at_once_for_keys_and_values() -> None:
     keys, values = entries(2, 4, seed=1)
-    home = RamHome(keys.bfloat16(), values, capacity=1000)
+    home = UnpackedHome(keys.bfloat16(), values, capacity=1000)
     assert home.nbytes == 2 * HEADS * 1000 * (KEY_DIM * 2 + VALUE_DIM * 4)
     assert home.length == 0
     home.append(keys.bfloat16(), values)
