@@ -26,7 +26,7 @@ from torch import Tensor
 from infinigen_kv import InfiniGenConfig, attach, calibrate, load_model
 from infinigen_kv.cache.forward import forward, prefill
 from infinigen_kv.calibration.texts import documentation_text
-from infinigen_kv.kernels.base import TorchKernels
+from infinigen_kv.kernels.reference import TorchKernels
 from infinigen_kv.policies.infinigen import InfiniGenPolicy
 from infinigen_kv.rehearsal.partial_keys import PartialKeys
 from infinigen_kv.rehearsal.select import Candidates, Selection, choose, group_margin

@@ -6,7 +6,8 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from infinigen_kv.kernels.base import NATIVE_DTYPES, Kernels, find_kernels
+from infinigen_kv.kernels.base import Kernels
+from infinigen_kv.kernels.finding import NATIVE_DTYPES, find_kernels
 from infinigen_kv.session import attach as session
 
 

@@ -22,7 +22,7 @@ from calibrating import calibrate_tiny, selecting, tokens
 from infinigen_kv import CacheStateError, Calibration, HomeError, InputError, Session, attach
 from infinigen_kv.batching.batch import InfiniGenBatch
 from infinigen_kv.batching.row import Row
-from infinigen_kv.kernels.base import TorchKernels
+from infinigen_kv.kernels.reference import TorchKernels
 from infinigen_kv.storage.homes.disk import scratch
 from infinigen_kv.storage.pools.linked import LinkedPool
 from linking import apart, failing, nothing_left, open_files

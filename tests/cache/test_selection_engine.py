@@ -19,7 +19,7 @@ from calibrating import calibrate_tiny, feed, left_padded, run, selecting, token
 from infinigen_kv import InfiniGenCache, InfiniGenConfig, attach
 from infinigen_kv.cache.forward import prefill
 from infinigen_kv.cache.recorder import FetchRecorder
-from infinigen_kv.kernels.base import find_kernels
+from infinigen_kv.kernels.finding import find_kernels
 from infinigen_kv.policies.infinigen import InfiniGenPolicy
 from infinigen_kv.policies.rehearsal_layer import RehearsalLayer
 from infinigen_kv.policies.step import Step

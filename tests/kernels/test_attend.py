@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from infinigen_kv.attention.entries import Entries
-from infinigen_kv.kernels.base import Kernels, TorchKernels
+from infinigen_kv.kernels.base import Kernels
 from infinigen_kv.kernels.native.arrays import as_flat
 from infinigen_kv.kernels.native.kernels import NativeKernels
+from infinigen_kv.kernels.reference import TorchKernels
 from infinigen_kv.rehearsal.partial_keys import SPARE_TOKENS, PartialKeys
 from infinigen_kv.rehearsal.statistics import Projection
 

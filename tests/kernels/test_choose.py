@@ -19,8 +19,9 @@ from torch import Tensor
 
 from infinigen_kv.config import InfiniGenConfig
 from infinigen_kv.errors import InfiniGenError
-from infinigen_kv.kernels.base import Kernels, TorchKernels
+from infinigen_kv.kernels.base import Kernels
 from infinigen_kv.kernels.native.kernels import NativeKernels
+from infinigen_kv.kernels.reference import TorchKernels
 from infinigen_kv.policies.candidates import HeldCandidates
 from infinigen_kv.policies.step import Step
 from infinigen_kv.rehearsal.partial_keys import PartialKeys

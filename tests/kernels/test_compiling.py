@@ -17,7 +17,7 @@ WORK = """
 import sys, warnings
 warnings.simplefilter("error")
 import torch
-from infinigen_kv.kernels.base import find_kernels
+from infinigen_kv.kernels.finding import find_kernels
 from infinigen_kv.rehearsal.partial_keys import PartialKeys
 from infinigen_kv.rehearsal.statistics import Projection
 dtype = getattr(torch, sys.argv[1])

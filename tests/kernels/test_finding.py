@@ -16,7 +16,9 @@ import tiny
 from calibrating import calibrate_tiny, run, selecting, tokens
 from infinigen_kv import Calibration, InputError, attach
 from infinigen_kv.kernels import base as kernels
-from infinigen_kv.kernels.base import Kernels, KernelsName, TorchKernels, find_kernels
+from infinigen_kv.kernels.base import Kernels
+from infinigen_kv.kernels.finding import KernelsName, find_kernels
+from infinigen_kv.kernels.reference import TorchKernels
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 PROMPT, LENGTH = 40, 46

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from infinigen_kv.kernels.base import TorchKernels
 from infinigen_kv.kernels.native.kernels import NativeKernels
+from infinigen_kv.kernels.reference import TorchKernels
 
 
 def parts(rank: int, rows: int, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from calibrating import calibrate_tiny, feed, left_padded, run, selecting, token
 from fitting import DIM, HEADS, KV_HEADS, mixed
 from infinigen_kv import Calibration, attach
 from infinigen_kv.cache.forward import decode, forward, prefill
-from infinigen_kv.kernels.base import TorchKernels
+from infinigen_kv.kernels.reference import TorchKernels
 from infinigen_kv.policies.infinigen import InfiniGenPolicy
 from infinigen_kv.policies.rehearsal_layer import RehearsalLayer
 from infinigen_kv.policies.step import Step

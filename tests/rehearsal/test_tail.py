@@ -9,7 +9,9 @@ from torch import Tensor
 
 from infinigen_kv.attention.dense import dense_attention
 from infinigen_kv.attention.entries import Entries
-from infinigen_kv.kernels.base import Kernels, TorchKernels, find_kernels
+from infinigen_kv.kernels.base import Kernels
+from infinigen_kv.kernels.finding import find_kernels
+from infinigen_kv.kernels.reference import TorchKernels
 from infinigen_kv.rehearsal.partial_keys import PartialKeys
 from infinigen_kv.rehearsal.statistics import Moments, Projection
 from infinigen_kv.rehearsal.tail import Tail, ValueMap, attention_in_blocks

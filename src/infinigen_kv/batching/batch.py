@@ -13,13 +13,13 @@ from torch import Tensor
 
 from infinigen_kv.batching.ragged import RaggedCache
 from infinigen_kv.batching.row import Row, TokenIds, as_token_ids, check_size
+from infinigen_kv.cache.contract import Owner
 from infinigen_kv.cache.forward import forward, prefill
 from infinigen_kv.config import PROMPT_CHUNK
 from infinigen_kv.errors import CacheStateError, InputError
 
 if TYPE_CHECKING:
     from infinigen_kv.cache.blueprint import CacheBlueprint
-    from infinigen_kv.session.attach import Session
     from infinigen_kv.storage.storage import Storage
 
 
@@ -49,7 +49,7 @@ class InfiniGenBatch:
 
     def __init__(
         self,
-        session: Session,
+        session: Owner,
         blueprint: CacheBlueprint,
         storage: Storage,
         *,

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from infinigen_kv.batching.batch import InfiniGenBatch
 from infinigen_kv.batching.row import Row, TokenIds, check_size
 from infinigen_kv.config import PROMPT_CHUNK
 from infinigen_kv.errors import InputError
 
-if TYPE_CHECKING:
-    from infinigen_kv.session.attach import Session
+
+class BatchMaker(Protocol):
+    """An attached model: a session."""
+
+    model: PreTrainedModel
+
+    def new_batch(self, *, tokens: int, rows: int, **options: Any) -> InfiniGenBatch:
+        """As `Session.new_batch`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,7 +56,7 @@ class Request:
 
 
 def generate_rows(
-    session: Session,
+    session: BatchMaker,
     requests: Sequence[Request],
     *,
     rows: int = 8,

@@ -6,13 +6,21 @@ from abc import abstractmethod
 from typing import Protocol
 
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
+
+from infinigen_kv.models.adapters.base import Adapter
 
 
 class Owner(Protocol):
-    """What a cache was made by, and works with: a session."""
+    """What a cache was made by, and works with: a session, a model while it is attached."""
 
+    model: PreTrainedModel
+    adapter: Adapter
     closed: bool
+
+    def check_length(self, tokens: int) -> None:
+        """Raise `InputError` if the model has fewer positions than ``tokens``."""
 
 
 class Attending(Protocol):

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from infinigen_kv.cache.contract import Owner
 from infinigen_kv.config import PROMPT_CHUNK
 from infinigen_kv.errors import InputError
 
 if TYPE_CHECKING:
     from infinigen_kv.cache.cache import InfiniGenCache
-    from infinigen_kv.session.attach import Session
 
 
 def cache_argument(model: PreTrainedModel) -> str:
@@ -67,7 +67,7 @@ def timed_forward(model: PreTrainedModel, token_ids: Tensor, cache: Any) -> tupl
 
 @torch.no_grad()
 def prefill(
-    session: Session,
+    session: Owner,
     cache: InfiniGenCache,
     token_ids: Tensor,
     *,

@@ -6,13 +6,32 @@ Both classes here are `rehearsal.select.Candidates`.
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from infinigen_kv.policies.step import Step
+from infinigen_kv.config import InfiniGenConfig
+
+
+class ForwardTokens(Protocol):
+    """The tokens of one forward; a `policies.step.Step`, where each field is described."""
+
+    start: int
+    queries: int
+    rows: int
+    visible: Tensor | None
+    position_ids: Tensor
+    config: InfiniGenConfig
+
+    @property
+    def before(self) -> Tensor: ...
+
+    @property
+    def logical(self) -> Tensor: ...
+
+    @property
+    def exact_queries(self) -> Tensor: ...
 
 
 class StepCandidates:
@@ -22,7 +41,7 @@ class StepCandidates:
     candidates are all tokens before it, those of the same forward included.
     """
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: ForwardTokens) -> None:
         self._step = step
         self._single = step.queries == 1
         self.allowed = self._allowed()
@@ -96,7 +115,7 @@ class HeldCandidates:
     ``positions`` ``(B, S)`` says which token each of its slots holds.
     """
 
-    def __init__(self, step: Step, positions: Tensor) -> None:
+    def __init__(self, step: ForwardTokens, positions: Tensor) -> None:
         config = step.config
         real = step.visible
         positions = positions.to(step.position_ids.device)

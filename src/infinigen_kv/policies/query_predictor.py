@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from infinigen_kv.calibration import LayerCalibration
-from infinigen_kv.kernels.base import AddLowRank, Kernels, TorchKernels
+from infinigen_kv.kernels.base import AddLowRank, Kernels
+from infinigen_kv.kernels.reference import TorchKernels
 from infinigen_kv.models.adapters.base import Adapter
 from infinigen_kv.policies.step import Step
 

@@ -17,7 +17,7 @@ from infinigen_kv.cache.cache import InfiniGenCache
 from infinigen_kv.calibration import Calibration
 from infinigen_kv.config import InfiniGenConfig
 from infinigen_kv.errors import CacheStateError, InputError
-from infinigen_kv.kernels.base import KernelsName, find_kernels
+from infinigen_kv.kernels.finding import KernelsName, find_kernels
 from infinigen_kv.models.adapters import adapter_for
 from infinigen_kv.models.adapters.base import Adapter
 from infinigen_kv.policies.registry import POLICIES, cache_plan, check_policy

@@ -5,20 +5,17 @@ from __future__ import annotations
 import inspect
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from infinigen_kv.attention.dense import dense_attention
-from infinigen_kv.cache.contract import Attending, EngineCache
+from infinigen_kv.cache.contract import Attending, EngineCache, Owner
 from infinigen_kv.cache.faults import device_error
 from infinigen_kv.cache.masks import decoder_mask
 from infinigen_kv.errors import CacheStateError, InputError
-
-if TYPE_CHECKING:
-    from infinigen_kv.session.attach import Session
 
 ATTENTION = "infinigen_kv"
 CACHE_NAMES = ("cache", "past_key_values", "layer_past")  # by release and family
@@ -33,7 +30,7 @@ def set_attention(model: PreTrainedModel, undo: ExitStack) -> None:
     model.set_attn_implementation(ATTENTION)
 
 
-def add_hooks(session: Session, undo: ExitStack) -> None:
+def add_hooks(session: Owner, undo: ExitStack) -> None:
     """Hook the decoder and the attention of every layer."""
     decoder = session.adapter.decoder
     # each on its own line: one that cannot be added must not leave an earlier one behind
@@ -86,7 +83,7 @@ def infinigen_attention(
 
 
 def _begin_forward(
-    session: Session, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    session: Owner, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Before the decoder runs: tell the cache what is coming."""
     kwargs = _by_name(decoder, args, kwargs)
@@ -118,7 +115,7 @@ def _begin_forward(
 
 
 def _attention_input(
-    session: Session, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    session: Owner, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Before a layer's attention: rehearse its followers, hand it its own cache layer."""
     cache = _find_cache(kwargs)

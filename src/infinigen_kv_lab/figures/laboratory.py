@@ -17,7 +17,7 @@ from infinigen_kv.calibration.artefact import calibration_digest
 from infinigen_kv.calibration.fingerprint import digest, model_fingerprint
 from infinigen_kv.errors import InfiniGenError, InputError
 from infinigen_kv.files import Result
-from infinigen_kv.kernels.base import find_kernels
+from infinigen_kv.kernels.finding import find_kernels
 from infinigen_kv.memory import PlanRequest, calibration_fields, check_memory, geometry_of
 from infinigen_kv.models.adapters import adapter_for
 from infinigen_kv.session.attach import Session, attach, default_storage

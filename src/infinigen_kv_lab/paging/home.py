@@ -67,6 +67,3 @@ class PagedKind(HomeKind):
         line = max(shape.context, SMALLEST) * shape.plain_bytes
         pages = math.ceil(shape.budget * line / PAGE) + 1
         return HomeBytes(home=heads * line, device=heads * pages * PAGE)
-
-
-HOMES: tuple[HomeKind, ...] = (PagedKind(),)

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from infinigen_kv.calibration import Calibration
 from infinigen_kv.calibration.fingerprint import digest, model_fingerprint
 from infinigen_kv.files import PointStore, plain
-from infinigen_kv.kernels.base import find_kernels
+from infinigen_kv.kernels.finding import find_kernels
 from infinigen_kv.models.adapters import adapter_for
 from infinigen_kv.paths import cache_dir
 from infinigen_kv_lab.tuning.windows import Window

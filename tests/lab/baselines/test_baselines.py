@@ -16,7 +16,7 @@ from both_kernels import both_kernels  # noqa: F401
 from calibrating import calibrate_tiny, left_padded, run, selecting, tokens
 from infinigen_kv import attach
 from infinigen_kv.cache.recorder import FetchRecorder
-from infinigen_kv.kernels.base import TorchKernels
+from infinigen_kv.kernels.reference import TorchKernels
 from infinigen_kv.policies import settings
 from infinigen_kv.policies.infinigen import InfiniGenPolicy
 from infinigen_kv.policies.rehearsal_layer import RehearsalLayer
