@@ -15,7 +15,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from infinigen_kv.calibration import Calibration
+from infinigen_kv.calibration.artefact import Calibration
 from infinigen_kv.calibration.cost import break_even_tokens, total_seconds
 
 SLOW, FAST = "stream", "infinigen"

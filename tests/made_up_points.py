@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from infinigen_kv.calibration import Calibration
+from infinigen_kv.calibration.artefact import Calibration
 from infinigen_kv.config import InfiniGenConfig
 from infinigen_kv.policies.registry import POLICIES
 from infinigen_kv.storage.link import LinkSpec

@@ -7,7 +7,8 @@ if TYPE_CHECKING:
     from infinigen_kv.batching.batch import InfiniGenBatch
     from infinigen_kv.batching.scheduling import Request, generate_rows
     from infinigen_kv.cache.cache import InfiniGenCache
-    from infinigen_kv.calibration import Calibration, calibrate
+    from infinigen_kv.calibration.artefact import Calibration
+    from infinigen_kv.calibration.run import calibrate
     from infinigen_kv.config import InfiniGenConfig
     from infinigen_kv.errors import (
         CacheStateError,
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 # `infinigen-kv --help` needs neither.
 _HOMES = {
     "CacheStateError": "errors",
-    "Calibration": "calibration",
+    "Calibration": "calibration.artefact",
     "CalibrationError": "errors",
     "DeviceError": "errors",
     "Generation": "session.language_model",
@@ -43,7 +44,7 @@ _HOMES = {
     "StorageConfig": "storage.config",
     "UnsupportedModelError": "errors",
     "attach": "session.attach",
-    "calibrate": "calibration",
+    "calibrate": "calibration.run",
     "generate_rows": "batching.scheduling",
     "load": "session.language_model",
     "load_model": "models.loading",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
+from tqdm import tqdm
+
 T = TypeVar("T")
 
 Progress = Callable[[Sequence[Any], str], Iterable[Any]]
@@ -18,10 +20,4 @@ def no_progress(items: Sequence[T], description: str) -> Iterable[T]:
 
 def bar(items: Sequence[T], description: str) -> Iterable[T]:
     """A bar on stderr with the time left; silent where stderr is no terminal."""
-    from rich.console import Console
-    from rich.progress import track
-
-    console = Console(stderr=True)
-    return track(
-        items, description, console=console, transient=True, disable=not console.is_terminal
-    )
+    return tqdm(items, desc=description, leave=False, disable=None)

@@ -13,8 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save as save_tensors
 
-from infinigen_kv.calibration import Calibration, LayerCalibration
-from infinigen_kv.calibration.artefact import HEADER, TENSORS
+from infinigen_kv.calibration.artefact import HEADER, TENSORS, Calibration, LayerCalibration
 from infinigen_kv.calibration.fingerprint import model_fingerprint
 from infinigen_kv.calibration.replacing import aside_of
 from infinigen_kv.errors import CalibrationError

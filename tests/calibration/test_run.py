@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from infinigen_kv.calibration import Calibration, calibrate
-from infinigen_kv.calibration.artefact import HEADER, TENSORS
+from infinigen_kv.calibration.artefact import HEADER, TENSORS, Calibration
 from infinigen_kv.calibration.collect import Collector
 from infinigen_kv.calibration.replacing import aside_of
-from infinigen_kv.calibration.run import FEWEST_TOKENS
+from infinigen_kv.calibration.run import FEWEST_TOKENS, calibrate
 from infinigen_kv.errors import InfiniGenError, InputError, UnsupportedModelError
 from infinigen_kv.models.adapters import adapter_for
 from infinigen_kv.rehearsal.predictor import RIDGE

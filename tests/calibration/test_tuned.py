@@ -8,8 +8,7 @@ import torch
 
 from calibrating import calibrate_tiny, tokens
 from infinigen_kv.cache.forward import prefill
-from infinigen_kv.calibration import Calibration
-from infinigen_kv.calibration.artefact import calibration_digest
+from infinigen_kv.calibration.artefact import Calibration, calibration_digest
 from infinigen_kv.calibration.tuned import Tuned
 from infinigen_kv.config import InfiniGenConfig
 from infinigen_kv.errors import CalibrationError

@@ -10,8 +10,8 @@ from typer.testing import CliRunner, Result
 
 import tiny
 from command_line import TEXT, Run, save, tokenizer
-from infinigen_kv.calibration import calibrate
-from infinigen_kv.cli import app
+from infinigen_kv.calibration.run import calibrate
+from infinigen_kv.cli.app import make_app
 
 
 @pytest.fixture(scope="session")
@@ -49,7 +49,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
     def invoke(*words: object, **extra: Any) -> Result:
         return CliRunner().invoke(
-            app, [str(word) for word in words], prog_name="infinigen-kv", **extra
+            make_app(), [str(word) for word in words], prog_name="infinigen-kv", **extra
         )
 
     return invoke

@@ -9,7 +9,7 @@ import pytest
 
 import tiny
 from command_line import Run, last_json, refusal
-from infinigen_kv.calibration import Calibration
+from infinigen_kv.calibration.artefact import Calibration
 from infinigen_kv.models.adapters import adapter_for
 
 

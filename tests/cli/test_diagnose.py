@@ -11,7 +11,7 @@ import pytest
 import tiny
 from command_line import TEXT, Run, last_json, refusal, save, tokenizer
 from infinigen_kv import InfiniGenConfig, calibrate
-from infinigen_kv.calibration import Calibration
+from infinigen_kv.calibration.artefact import Calibration
 from infinigen_kv_lab.cli.diagnose import TextOptions
 from infinigen_kv_lab.diagnosis import Windows, diagnose
 

@@ -14,7 +14,7 @@ import tiny
 from command_line import TEXT, Run, last_json, refusal, save, tokenizer
 from fewshot_records import RECORDS, folder
 from infinigen_kv import InfiniGenConfig, StorageConfig
-from infinigen_kv.calibration import Calibration
+from infinigen_kv.calibration.artefact import Calibration
 from infinigen_kv_lab.evals import perplexity
 from infinigen_kv_lab.evals.registry import make_task
 from infinigen_kv_lab.evals.run import Subject

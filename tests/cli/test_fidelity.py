@@ -9,7 +9,7 @@ import torch
 
 import tiny
 from command_line import TEXT, Run, last_json, refusal, tokenizer
-from infinigen_kv.calibration import Calibration
+from infinigen_kv.calibration.artefact import Calibration
 from infinigen_kv.config import InfiniGenConfig
 from infinigen_kv_lab.bench.fidelity import measure_fidelity
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from command_line import Run, refusal
-from infinigen_kv import cli
+from infinigen_kv import __main__ as program_module
 from infinigen_kv.calibration.run import DEFAULT_TOKENS
 from infinigen_kv.cli import generate
 from infinigen_kv.errors import CacheStateError, UnsupportedModelError
@@ -25,7 +25,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> tuple[str,
     def load(*args: Any) -> None:
         raise error
 
-    monkeypatch.setattr(sys.modules[generate.__module__], "load", load)
+    monkeypatch.setattr(generate, "load", load)
     return ("generate", "any", "--prompt", "hi")
 
 
@@ -115,8 +115,8 @@ def program(*words: str, **environment: str) -> subprocess.CompletedProcess[str]
 
 def test_help_loads_no_heavy_library() -> None:
     code = (
-        "import sys, infinigen_kv.cli\n"
-        "try: infinigen_kv.cli.main()\n"
+        "import sys, infinigen_kv.__main__\n"
+        "try: infinigen_kv.__main__.main()\n"
         "finally: print([m for m in ('torch', 'transformers', 'matplotlib') if m in sys.modules])"
     )
     result = subprocess.run(
@@ -143,5 +143,21 @@ def test_as_a_process(model_folder: Path, tmp_path: Path) -> None:
 def test_main_leaves_through_system_exit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["infinigen-kv", "--version"])
     with pytest.raises(SystemExit) as ended:
-        cli.main()
+        program_module.main()
     assert ended.value.code == 0
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_without_its_extra_it_says_what_to_install(missing: str) -> None:
+    code = (
+        f"import sys; sys.modules[{missing!r}] = None; sys.argv = ['infinigen-kv', '--help']\n"
+        "import infinigen_kv.__main__; infinigen_kv.__main__.main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        f"infinigen-kv: the command line needs {missing}, which is not installed: "
+        "pip install 'infinigen-kv[cli]'\n"
+    )

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from command_line import Run, last_json, refusal
-from infinigen_kv.calibration import Calibration
+from infinigen_kv.calibration.artefact import Calibration
 from infinigen_kv_lab.tuning.harm import HarmMeter
 from infinigen_kv_lab.tuning.trial import Trials
 

@@ -61,7 +61,9 @@ def sources(tmp_path: Path) -> Path:
     shutil.copytree(
         package, tmp_path / "src" / package.name, ignore=shutil.ignore_patterns("__pycache__")
     )
-    (tmp_path / "src" / package.name / "native" / "__pycache__").write_text("not a folder")
+    (tmp_path / "src" / package.name / "kernels" / "native" / "__pycache__").write_text(
+        "not a folder"
+    )
     return tmp_path / "src"
 
 
@@ -90,7 +92,7 @@ def test_a_change_of_what_is_inlined_is_noticed(sources: Path, tmp_path: Path) -
     """The file that holds a kernel stays as it was, as it may from one release to the next."""
     variables = {"NUMBA_CACHE_DIR": str(tmp_path / "kept")}
     finish(start("bfloat16", sources, os.devnull, **variables))
-    module = sources / "infinigen_kv" / "native" / "numbers.py"
+    module = sources / "infinigen_kv" / "kernels" / "native" / "numbers.py"
     text = module.read_text()
     assert text.count("target[place] = np.uint16((bits") == 1
     module.write_text(

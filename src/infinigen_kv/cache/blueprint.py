@@ -20,7 +20,7 @@ from infinigen_kv.storage.storage import Storage
 
 if TYPE_CHECKING:
     from infinigen_kv.cache.contract import Owner
-    from infinigen_kv.calibration import Calibration
+    from infinigen_kv.calibration.artefact import Calibration
     from infinigen_kv.kernels.base import Kernels
     from infinigen_kv.models.adapters.base import Adapter
     from infinigen_kv.models.adapters.layer_spec import LayerSpec

@@ -202,8 +202,7 @@ class InfiniGenCache(CacheStatistics):
         self._settle()
         if not self.storage.config.kind.is_copyable:
             raise CacheStateError(
-                f"a cache with home={self.storage.config.home!r} cannot be copied: read the prompt "
-                "again"
+                f"a cache on {self.storage.config.home} cannot be copied: read the prompt again"
             )
         shared = [self.owner, self.config, self.storage, self.storage.link]
         shared += [layer.spec for layer in self.offloaded]

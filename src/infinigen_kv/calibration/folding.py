@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from infinigen_kv.calibration import Calibration, LayerCalibration
+from infinigen_kv.calibration.artefact import Calibration, LayerCalibration
 from infinigen_kv.calibration.fingerprint import model_fingerprint
 from infinigen_kv.errors import InputError
 from infinigen_kv.models.adapters import adapter_for

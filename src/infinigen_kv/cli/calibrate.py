@@ -14,7 +14,7 @@ from infinigen_kv.cli.output import percent, print_json, table
 from infinigen_kv.progress import bar
 
 if TYPE_CHECKING:
-    from infinigen_kv.calibration import Calibration
+    from infinigen_kv.calibration.artefact import Calibration
 
 MIB = 2**20
 
@@ -82,7 +82,7 @@ def _check_output(folder: Path) -> None:
 
 def _cost(made: Calibration, folder: Path) -> dict[str, dict[str, float]]:
     """That of the artefact, which knows what saving took; `made`'s own where it was not kept."""
-    from infinigen_kv.calibration import Calibration
+    from infinigen_kv.calibration.artefact import Calibration
     from infinigen_kv.errors import CalibrationError
 
     try:

@@ -10,7 +10,7 @@ from infinigen_kv.cli.output import say, waiting
 from infinigen_kv.progress import bar
 
 if TYPE_CHECKING:
-    from infinigen_kv.calibration import Calibration
+    from infinigen_kv.calibration.artefact import Calibration
     from infinigen_kv.config import InfiniGenConfig
     from infinigen_kv.models.loading import LoadedModel
     from infinigen_kv.storage.config import StorageConfig
@@ -34,7 +34,7 @@ def read_calibration(folder: Path | None, *, with_tuned: bool = True) -> Calibra
     """The artefact that ``--calibration`` names, read before the model is loaded."""
     if folder is None:
         return None
-    from infinigen_kv.calibration import Calibration
+    from infinigen_kv.calibration.artefact import Calibration
 
     return Calibration.load(folder, with_tuned=with_tuned)
 
@@ -43,7 +43,7 @@ def calibrated(loaded: LoadedModel, given: Calibration | None) -> Calibration:
     """``given``, or the model's calibration from the user's cache, made if there is none."""
     if given is not None:
         return given
-    from infinigen_kv.calibration import calibrate
+    from infinigen_kv.calibration.run import calibrate
 
     say("calibrating, unless that was done before ...")
     return calibrate(loaded.model, loaded.tokenizer, progress=bar)

@@ -18,7 +18,7 @@ from infinigen_kv.errors import InputError
 if TYPE_CHECKING:
     import torch
 
-    from infinigen_kv.calibration import Calibration
+    from infinigen_kv.calibration.artefact import Calibration
 
 DTYPES = ("float32", "bfloat16", "float16")
 

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from infinigen_kv.cache.forward import even_length
-from infinigen_kv.calibration import Calibration
+from infinigen_kv.calibration.artefact import Calibration
 from infinigen_kv.calibration.run import DEFAULT_RANK
 from infinigen_kv.config import PROMPT_CHUNK, InfiniGenConfig
 from infinigen_kv.errors import InputError

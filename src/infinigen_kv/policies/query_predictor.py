@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from infinigen_kv.calibration import LayerCalibration
+from infinigen_kv.calibration.artefact import LayerCalibration
 from infinigen_kv.kernels.base import AddLowRank, Kernels
 from infinigen_kv.kernels.reference import TorchKernels
 from infinigen_kv.models.adapters.base import Adapter

@@ -14,7 +14,7 @@ from infinigen_kv.batching.ragged import check_rotary
 from infinigen_kv.batching.row import check_size
 from infinigen_kv.cache.blueprint import CacheBlueprint
 from infinigen_kv.cache.cache import InfiniGenCache
-from infinigen_kv.calibration import Calibration
+from infinigen_kv.calibration.artefact import Calibration
 from infinigen_kv.config import InfiniGenConfig
 from infinigen_kv.errors import CacheStateError, InputError
 from infinigen_kv.kernels.finding import KernelsName, find_kernels

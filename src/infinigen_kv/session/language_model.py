@@ -12,7 +12,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from infinigen_kv.cache.forward import cache_argument, piece_length
 from infinigen_kv.cache.recorder import FetchRecorder
-from infinigen_kv.calibration import Calibration, calibrate
+from infinigen_kv.calibration.artefact import Calibration
+from infinigen_kv.calibration.run import calibrate
 from infinigen_kv.config import PROMPT_CHUNK, InfiniGenConfig
 from infinigen_kv.errors import InputError
 from infinigen_kv.memory import calibration_fields, check_memory, model_request

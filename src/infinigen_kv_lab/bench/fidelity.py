@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from infinigen_kv.cache.cache import InfiniGenCache
 from infinigen_kv.cache.forward import decode, forward, prefill
 from infinigen_kv.cache.recorder import FidelityRecorder
-from infinigen_kv.calibration import Calibration
+from infinigen_kv.calibration.artefact import Calibration
 from infinigen_kv.config import PROMPT_CHUNK, InfiniGenConfig
 from infinigen_kv.errors import InputError
 from infinigen_kv.models.soundness import check_logits

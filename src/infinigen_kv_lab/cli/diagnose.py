@@ -24,7 +24,7 @@ from infinigen_kv.errors import InputError
 from infinigen_kv.progress import bar
 
 if TYPE_CHECKING:
-    from infinigen_kv.calibration import Calibration
+    from infinigen_kv.calibration.artefact import Calibration
     from infinigen_kv.config import InfiniGenConfig
     from infinigen_kv.models.loading import LoadedModel
     from infinigen_kv_lab.diagnosis import Diagnosis, Windows

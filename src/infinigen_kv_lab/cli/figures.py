@@ -185,7 +185,7 @@ def _check_link(link: str) -> None:
 def _laboratory(options: SpeedOptions, target: ModelOptions, text: str) -> Laboratory:
     given = read_calibration(options.calibration)
     loaded = load(target)
-    from infinigen_kv.calibration import calibrate
+    from infinigen_kv.calibration.run import calibrate
     from infinigen_kv.models.loading import load_model
     from infinigen_kv_lab.figures.laboratory import Laboratory, Subject
 

@@ -20,7 +20,7 @@ from infinigen_kv.progress import bar
 from infinigen_kv_lab.cli.tune_report import print_tuned
 
 if TYPE_CHECKING:
-    from infinigen_kv.calibration import Calibration
+    from infinigen_kv.calibration.artefact import Calibration
     from infinigen_kv.models.loading import LoadedModel
     from infinigen_kv_lab.diagnosis import Verdict
     from infinigen_kv_lab.tuning.measurements import Measurements

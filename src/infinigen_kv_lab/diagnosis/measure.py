@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from infinigen_kv.calibration import Calibration
+from infinigen_kv.calibration.artefact import Calibration
 from infinigen_kv.config import InfiniGenConfig
 from infinigen_kv.errors import InfiniGenError, InputError
 from infinigen_kv.models.adapters import adapter_for

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from infinigen_kv.calibration import Calibration, LayerCalibration
+from infinigen_kv.calibration.artefact import Calibration, LayerCalibration
 from infinigen_kv.models.adapters.layer_spec import LayerSpec
 from infinigen_kv.policies.layer_roles import speculated_layers
 from infinigen_kv.policies.query_predictor import QueryPredictor

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from infinigen_kv.attention.dense import dense_attention, grouped_scores
-from infinigen_kv.calibration import LayerCalibration
+from infinigen_kv.calibration.artefact import LayerCalibration
 from infinigen_kv.config import InfiniGenConfig
 from infinigen_kv.models.adapters.base import Adapter
 from infinigen_kv.models.adapters.layer_spec import LayerSpec

@@ -11,7 +11,7 @@ from torch import Tensor
 from infinigen_kv.cache.cache import InfiniGenCache
 from infinigen_kv.cache.forward import decode, forward, prefill
 from infinigen_kv.cache.recorder import FetchRecorder
-from infinigen_kv.calibration import Calibration
+from infinigen_kv.calibration.artefact import Calibration
 from infinigen_kv.models.soundness import check_logits
 from infinigen_kv.policies.registry import check_policy
 from infinigen_kv.policies.settings import BUDGET

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from infinigen_kv.calibration import Calibration
+from infinigen_kv.calibration.artefact import Calibration
 from infinigen_kv.calibration.fingerprint import digest, model_fingerprint
 from infinigen_kv.config import InfiniGenConfig
 from infinigen_kv.errors import InputError

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from infinigen_kv.calibration import Calibration
+from infinigen_kv.calibration.artefact import Calibration
 from infinigen_kv.errors import InputError
 from infinigen_kv.models.soundness import read_window
 from infinigen_kv_lab.evals.observing import ByLayer, ModelTask, by_layer, read_ids

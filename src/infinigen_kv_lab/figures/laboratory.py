@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from infinigen_kv.calibration import Calibration
-from infinigen_kv.calibration.artefact import calibration_digest
+from infinigen_kv.calibration.artefact import Calibration, calibration_digest
 from infinigen_kv.calibration.fingerprint import digest, model_fingerprint
 from infinigen_kv.errors import InfiniGenError, InputError
 from infinigen_kv.files import Result

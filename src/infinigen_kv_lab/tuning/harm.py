@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 from infinigen_kv.attention.dense import dense_attention, grouped_scores
 from infinigen_kv.cache.forward import forward
 from infinigen_kv.cache.masks import mask_of_no_tail
-from infinigen_kv.calibration import Calibration
+from infinigen_kv.calibration.artefact import Calibration
 from infinigen_kv.config import InfiniGenConfig
 from infinigen_kv.errors import InfiniGenError
 from infinigen_kv.models.adapters.base import Adapter

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedModel
 
-from infinigen_kv.calibration import Calibration
+from infinigen_kv.calibration.artefact import Calibration
 from infinigen_kv.calibration.fingerprint import digest, model_fingerprint
 from infinigen_kv.files import PointStore, plain
 from infinigen_kv.kernels.finding import find_kernels

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from infinigen_kv.calibration import Calibration
+from infinigen_kv.calibration.artefact import Calibration
 from infinigen_kv_lab.diagnosis import Evidence, LayerEvidence
 from infinigen_kv_lab.tuning.alternatives import Alternative
 from infinigen_kv_lab.tuning.search import Search

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from infinigen_kv.calibration import Calibration
+from infinigen_kv.calibration.artefact import Calibration
 from infinigen_kv.calibration.texts import calibration_texts
 from infinigen_kv.calibration.tuned import Tuned
 from infinigen_kv.errors import InputError

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from infinigen_kv.cache.cache import InfiniGenCache
 from infinigen_kv.cache.forward import forward, prefill
 from infinigen_kv.cache.recorder import FetchRecorder
-from infinigen_kv.calibration import Calibration
+from infinigen_kv.calibration.artefact import Calibration
 from infinigen_kv.config import InfiniGenConfig, is_finite
 from infinigen_kv.session.attach import Session, attach
 from infinigen_kv.storage.config import StorageConfig

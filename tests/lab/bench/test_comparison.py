@@ -11,7 +11,8 @@ import tiny
 from command_line import TEXT, tokenizer
 from infinigen_kv.cache.forward import forward, prefill
 from infinigen_kv.cache.recorder import FetchRecorder
-from infinigen_kv.calibration import Calibration, calibrate
+from infinigen_kv.calibration.artefact import Calibration
+from infinigen_kv.calibration.run import calibrate
 from infinigen_kv.config import InfiniGenConfig
 from infinigen_kv.errors import InputError
 from infinigen_kv.session.attach import attach

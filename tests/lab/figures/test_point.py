@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from infinigen_kv import InfiniGenConfig, InputError
-from infinigen_kv.calibration import Calibration
+from infinigen_kv.calibration.artefact import Calibration
 from infinigen_kv.calibration.tuned import Tuned
 from infinigen_kv_lab.figures.point import Point
 

@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 
 from calibrating import calibrate_tiny, selecting, tokens
 from infinigen_kv.cache.forward import forward, prefill
-from infinigen_kv.calibration import Calibration
+from infinigen_kv.calibration.artefact import Calibration
 from infinigen_kv.config import InfiniGenConfig
 from infinigen_kv.errors import InfiniGenError
 from infinigen_kv.models.adapters import adapter_for

@@ -12,7 +12,8 @@ from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from transformers import PreTrainedTokenizerBase
 
-from infinigen_kv.calibration import Calibration, calibrate
+from infinigen_kv.calibration.artefact import Calibration
+from infinigen_kv.calibration.run import calibrate
 from infinigen_kv.config import InfiniGenConfig
 from infinigen_kv.errors import InputError
 from infinigen_kv.models.loading import load_model

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from infinigen_kv.calibration import Calibration
+from infinigen_kv.calibration.artefact import Calibration
 from infinigen_kv.models.adapters import adapter_for
 from infinigen_kv.progress import Progress, no_progress
 from infinigen_kv_lab.evals.registry import make_task
