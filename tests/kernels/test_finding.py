@@ -15,7 +15,7 @@ import torch
 import tiny
 from calibrating import calibrate_tiny, run, selecting, tokens
 from infinigen_kv import Calibration, InputError, attach
-from infinigen_kv.kernels import base as kernels
+from infinigen_kv.kernels import finding as kernels
 from infinigen_kv.kernels.base import Kernels
 from infinigen_kv.kernels.finding import KernelsName, find_kernels
 from infinigen_kv.kernels.reference import TorchKernels

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import copy
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,6 +38,7 @@ class PartialKeys:
         rows, heads, tokens, _ = keys.shape
         self.projection = projection
         self.length = 0
+        self.compiled: Any = None  # kept by compiled kernels, see `kernels.native.constants`
         shape = rows, heads, projection.key.shape[-1], tokens + SPARE_TOKENS
         self.storage = _writable(shape, keys)
         if not empty:
@@ -58,9 +60,10 @@ class PartialKeys:
 
     def extend(self, tokens: int) -> int:
         """Add places that are yet to be written, and return the first one."""
-        start = self.length
-        self._reserve(start + tokens)
-        self.length = start + tokens
+        start, end = self.length, self.length + tokens
+        if end > self.storage.shape[3]:
+            self._reserve(end)
+        self.length = end
         return start
 
     def write(self, slots: Tensor, keys: Tensor) -> None:

@@ -9,7 +9,8 @@ paper, which gives these tokens no weight.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,8 @@ class ValueMap:
 
     base: Tensor
     slope: Tensor
+    compiled: Any = field(default=None, init=False, repr=False, compare=False)
+    """Kept by compiled kernels, see `kernels.native.constants`."""
 
     @classmethod
     def fit(cls, projection: Projection, moments: Moments) -> ValueMap:

@@ -21,6 +21,19 @@ def as_array(tensor: Tensor) -> Array:
     return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
+def as_arrays(*tensors: Tensor) -> list[Array]:
+    """`as_array` of each, in one call."""
+    arrays = []
+    for tensor in tensors:
+        if tensor.requires_grad or not tensor.is_contiguous():
+            arrays.append(as_array(tensor))
+        elif tensor.dtype == torch.bfloat16:
+            arrays.append(tensor.view(torch.uint16).numpy())
+        else:
+            arrays.append(tensor.numpy())
+    return arrays
+
+
 def as_flat(keys: Tensor, values: Tensor) -> tuple[Array, int, Array, int, int]:
     """Keys ``(B, H, n, D)`` and values ``(B, H, n, D_v)`` as flat memory.
 
@@ -30,6 +43,10 @@ def as_flat(keys: Tensor, values: Tensor) -> tuple[Array, int, Array, int, int]:
         Keys, the numbers from one to the next, values, the numbers from one to the next, and the
         vectors from one head to the next, which are as many in both.
     """
+    if keys.is_contiguous() and values.is_contiguous():
+        flat_keys, flat_values = as_arrays(keys, values)
+        widths = keys.shape[3], values.shape[3]
+        return flat_keys.reshape(-1), widths[0], flat_values.reshape(-1), widths[1], keys.shape[2]
     of_keys, of_values = _layout(keys), _layout(values)
     if of_keys is None or of_values is None or of_keys[1] != of_values[1]:
         keys, values = keys.contiguous(), values.contiguous()

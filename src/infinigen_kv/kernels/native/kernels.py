@@ -9,15 +9,15 @@ from torch import Tensor
 from infinigen_kv.attention.entries import Entries
 from infinigen_kv.errors import InfiniGenError
 from infinigen_kv.kernels.base import AddLowRank, Kernels
-from infinigen_kv.kernels.native.arrays import Array, as_array, as_flat
+from infinigen_kv.kernels.native.arrays import Array, as_array, as_arrays, as_flat
 from infinigen_kv.kernels.native.attend import attend
 from infinigen_kv.kernels.native.choose import choose
+from infinigen_kv.kernels.native.constants import arrays_of, value_arrays
 from infinigen_kv.kernels.native.low_rank import add_low_rank
 from infinigen_kv.kernels.native.partial_keys import append_partial
 from infinigen_kv.kernels.native.resident_set import NativeResidentSet
 from infinigen_kv.rehearsal.partial_keys import PartialKeys
 from infinigen_kv.rehearsal.select import UNSOUND, Candidates, Selection
-from infinigen_kv.rehearsal.statistics import Projection
 from infinigen_kv.rehearsal.tail import Tail
 
 NO_MARKS = np.zeros((0, 0), dtype=np.uint8)
@@ -56,12 +56,13 @@ class NativeKernels(Kernels):
         marks = candidates.marks
         # compiled code does not look at where an array ends
         assert marks is None or marks.shape == (rows, keys.length)
+        layer = arrays_of(keys)
         chosen, counts, sound = choose(
             as_array(grouped),
             np.float32(scaling),
-            as_array(projection.query),
-            _offset(projection),
-            as_array(keys.storage),
+            layer.query,
+            layer.offset,
+            layer.keys,
             keys.length,
             np.float32(softcap or 0.0),
             np.float32(alpha),
@@ -104,8 +105,11 @@ class NativeKernels(Kernels):
         weights = self._weight_room(rows, kv_heads, group, columns + 1)
         output = query.new_empty(rows, 1, heads, value_dim)
         meant = np.full(rows, columns) if counts is None else counts.reshape(-1).numpy()
+        queries, own_keys, own_values, outputs = as_arrays(
+            query.squeeze(2), keys.squeeze(2), values.squeeze(2), output.squeeze(1)
+        )
         attend(
-            as_array(query.squeeze(2)),
+            queries,
             flat_keys,
             key_stride,
             flat_values,
@@ -113,13 +117,13 @@ class NativeKernels(Kernels):
             stride,
             NO_INDEX if index is None else index.contiguous().numpy(),
             meant,
-            as_array(keys.squeeze(2)),
-            as_array(values.squeeze(2)),
+            own_keys,
+            own_values,
             np.float32(scaling),
             np.float32(softcap or 0.0),
             _no_tail(flat_keys) if tail is None else _tail(tail, rows, kv_heads),
             weights,
-            as_array(output.squeeze(1)),
+            outputs,
         )
         if not weighed:
             return output, None
@@ -148,14 +152,8 @@ class NativeKernels(Kernels):
 
     def append(self, partial: PartialKeys, keys: Tensor) -> None:
         token = partial.extend(1)
-        projection = partial.projection
-        append_partial(
-            as_array(keys.squeeze(2)),
-            _offset(projection),
-            as_array(projection.key),
-            as_array(partial.storage),
-            token,
-        )
+        layer = arrays_of(partial)
+        append_partial(as_array(keys.squeeze(2)), layer.offset, layer.key, layer.keys, token)
 
     def low_rank(self, down: Tensor, bias: Tensor, up: Tensor) -> AddLowRank:
         add_to_many = super().low_rank(down, bias, up)
@@ -166,11 +164,8 @@ class NativeKernels(Kernels):
             if inputs.shape[1] > 1:  # a prompt's tokens: a matrix product is faster
                 return add_to_many(projected, inputs)
             projected = projected.contiguous()
-            add_low_rank(
-                as_array(inputs).reshape(-1, inputs_size),
-                *parts,
-                as_array(projected).reshape(-1, size),
-            )
+            read, written = as_arrays(inputs, projected)
+            add_low_rank(read.reshape(-1, inputs_size), *parts, written.reshape(-1, size))
             return projected
 
         return add
@@ -192,13 +187,6 @@ class NativeKernels(Kernels):
         return self._weights
 
 
-def _offset(projection: Projection) -> Array:
-    """``(B, H_kv, D)`` float32."""
-    if projection.offset is None:
-        return np.zeros(projection.key.shape[:3], dtype=np.float32)
-    return as_array(projection.offset.squeeze(2))
-
-
 def _tail(tail: Tail, rows: int, heads: int) -> tuple[Array | int, ...]:
     """As `attend` takes it."""
     partial, index = tail.partial, tail.index
@@ -209,16 +197,9 @@ def _tail(tail: Tail, rows: int, heads: int) -> tuple[Array | int, ...]:
         allowed = tail.allowed.expand(rows, -1)
         assert allowed.shape[1] == partial.length
         marks = allowed.to(torch.uint8).contiguous().numpy()
-    return (
-        as_array(partial.storage),
-        partial.length,
-        as_array(partial.projection.query),
-        _offset(partial.projection),
-        as_array(tail.values.base.squeeze(2)),
-        as_array(tail.values.slope),
-        index.contiguous().numpy(),
-        marks,
-    )
+    layer, values = arrays_of(partial), value_arrays(tail.values)
+    exact = index.contiguous().numpy()
+    return layer.keys, partial.length, layer.query, layer.offset, *values, exact, marks
 
 
 def _no_tail(like: Array) -> tuple[Array | int, ...]:

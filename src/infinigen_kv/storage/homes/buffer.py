@@ -80,9 +80,10 @@ class TokenBuffer:
 
     def extend(self, tokens: int) -> Tensor:
         """Add ``tokens`` unwritten places and return them, ``(B, H, tokens, W)``, to be filled."""
-        start = self.length
-        self.reserve(start + tokens)
-        self.length = start + tokens
+        start, end = self.length, self.length + tokens
+        if end > self._storage.shape[2]:  # asked here too: this runs for every token
+            self.reserve(end)
+        self.length = end
         return self._storage[:, :, start : self.length]
 
     def reserve(self, tokens: int) -> None:
