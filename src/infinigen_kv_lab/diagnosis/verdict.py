@@ -28,7 +28,7 @@ class Thresholds:
     ----------
     kl
         KL(full || selected), nats per token. On SmolLM2-135M nine of ten most likely tokens stay
-        the same at 0.02 and three of four at 0.25 (docs/results.md).
+        the same at 0.02 and three of four at 0.25 (docs/results).
     fetched
         Share of the cache that steps attend to. A quarter still moves four times fewer bytes than
         full attention; more than half is hardly worth a rehearsal.
