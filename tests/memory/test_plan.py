@@ -318,11 +318,11 @@ def held_bytes(cache: InfiniGenCache, model: nn.Module, calibration: Calibration
         assert layer.pool is not None
         layer.pool.discard()  # what is under way is part of a step
     for each in _arrays(list(cache.layers), set()):
-        if isinstance(each, Tensor):
-            storage = each.untyped_storage()
+        base = each if isinstance(each, Tensor) or each.base is None else each.base
+        if isinstance(base, Tensor):  # an array may share a tensor's memory
+            storage = base.untyped_storage()
             found[storage.data_ptr()] = storage.nbytes()
         else:
-            base = each if each.base is None else each.base
             found[base.__array_interface__["data"][0]] = base.nbytes
     return sum(nbytes for place, nbytes in found.items() if place not in others)
 

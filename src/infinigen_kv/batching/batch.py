@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from infinigen_kv.batching.ragged import RaggedCache
-from infinigen_kv.batching.row import Row, TokenIds, as_token_ids, check_size
+from infinigen_kv.batching.row import Row, TokenIds, as_token_ids
 from infinigen_kv.cache.contract import Owner
 from infinigen_kv.cache.forward import forward, prefill
+from infinigen_kv.checks import check_integer
 from infinigen_kv.config import PROMPT_CHUNK
 from infinigen_kv.errors import CacheStateError, InputError
 
@@ -249,7 +250,7 @@ class InfiniGenBatch:
     def _limit(self, prompt: int, tokens: int | None) -> int:
         """Tokens that a new row may hold."""
         if tokens is not None:
-            check_size("tokens", tokens)
+            check_integer("tokens", tokens, 1)
             if tokens > self.tokens:
                 raise InputError(
                     f"tokens={tokens} is not valid: the rows of this batch hold at most "

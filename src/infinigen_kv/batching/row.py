@@ -84,9 +84,3 @@ def as_token_ids(given: TokenIds, known: int) -> Tensor:
             f"to {known - 1}"
         )
     return ids
-
-
-def check_size(name: str, value: object) -> None:
-    """Raise `InputError` unless ``value`` is an integer >= 1."""
-    if type(value) is not int or value < 1:
-        raise InputError(f"{name}={value!r} is not valid: it must be an integer >= 1")

@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from infinigen_kv.batching.batch import InfiniGenBatch
-from infinigen_kv.batching.row import Row, TokenIds, check_size
+from infinigen_kv.batching.row import Row, TokenIds
+from infinigen_kv.checks import check_integer
 from infinigen_kv.config import PROMPT_CHUNK
 from infinigen_kv.errors import InputError
 
@@ -39,7 +40,7 @@ class Request:
     max_new_tokens: int = 128
 
     def __post_init__(self) -> None:
-        check_size("max_new_tokens", self.max_new_tokens)
+        check_integer("max_new_tokens", self.max_new_tokens, 1)
         if self.prompt_tokens == 0:
             raise InputError("the prompt is empty: give at least one token")
 

@@ -18,6 +18,7 @@ from infinigen_kv.calibration.cost import Stages
 from infinigen_kv.calibration.fingerprint import digest, model_fingerprint, text_hash
 from infinigen_kv.calibration.replacing import current
 from infinigen_kv.calibration.texts import calibration_texts
+from infinigen_kv.checks import check_integer
 from infinigen_kv.errors import CalibrationError, InfiniGenError, InputError
 from infinigen_kv.models.adapters import adapter_for
 from infinigen_kv.models.adapters.base import Adapter
@@ -116,8 +117,7 @@ def _settings(
     sample: list[str], tokens: int, window: int, rank: int, adapter: Adapter
 ) -> dict[str, Any]:
     for name, value, least in (("tokens", tokens, 1), ("window", window, 2), ("rank", rank, 1)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise InputError(f"{name}={value!r} is not valid: it must be an integer >= {least}")
+        check_integer(name, value, least)
     return {
         "method": METHOD,
         "tokens": tokens,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import reduce
 
+from infinigen_kv.checks import check_integer
 from infinigen_kv.errors import InputError
 from infinigen_kv.memory import changes
 from infinigen_kv.memory.budget import Budget, Shortfall, machine_budget, shortfalls
@@ -59,11 +60,9 @@ def check_memory(
     InputError
         Says by how much it does not fit, and which settings to change.
     """
-    if device_memory is not None and (type(device_memory) is not int or device_memory < 1):
-        raise InputError(
-            f"device_memory={device_memory!r} is not valid: it must be an integer >= 1, in bytes, "
-            "or None for what the machine has"
-        )
+    if device_memory is not None:
+        instead = ", in bytes, or None for what the machine has"
+        check_integer("device_memory", device_memory, 1, instead=instead)
     budget = machine_budget(request, device_memory=device_memory, loaded=True)
     plan = plan_memory(request)
     lacking = shortfalls(plan, budget)

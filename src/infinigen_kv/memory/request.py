@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from infinigen_kv.cache.forward import even_length
 from infinigen_kv.calibration.artefact import Calibration
 from infinigen_kv.calibration.run import DEFAULT_RANK
+from infinigen_kv.checks import check_integer
 from infinigen_kv.config import PROMPT_CHUNK, InfiniGenConfig
 from infinigen_kv.errors import InputError
 from infinigen_kv.memory.geometry import ModelGeometry, geometry_of
@@ -70,10 +71,10 @@ class PlanRequest:
 
     def __post_init__(self) -> None:
         for name in ("new_tokens", "rows", "rank"):
-            _check_integer(name, getattr(self, name), 1)
-        _check_integer("context", self.context, self.new_tokens + 1)
+            check_integer(name, getattr(self, name), 1)
+        check_integer("context", self.context, self.new_tokens + 1)
         if self.prompt_chunk is not None:
-            _check_integer("prompt_chunk", self.prompt_chunk, 1)
+            check_integer("prompt_chunk", self.prompt_chunk, 1)
         PolicySettings(budget=self.budget)
         if not self.policies:
             raise InputError("policies=() is not valid: it must name at least one")
@@ -110,8 +111,3 @@ def calibration_fields(calibration: Calibration | None) -> dict[str, Any]:
         return {}
     rank = max(layer.up.shape[0] for layer in calibration.layers.values())
     return {"rank": rank, "report": calibration.report}
-
-
-def _check_integer(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise InputError(f"{name}={value!r} is not valid: it must be an integer >= {least}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from infinigen_kv.checks import check_integer, is_number
 from infinigen_kv.errors import InputError
 
 BUDGET = 0.2  # of the cached tokens; what the InfiniGen paper gives H2O
@@ -42,15 +43,12 @@ class PolicySettings:
 
     def __post_init__(self) -> None:
         given = self.budget
-        number = isinstance(given, (int, float)) and not isinstance(given, bool)
-        if not number or not 0 < given <= 1:
+        if not is_number(given) or not 0 < given <= 1:
             raise InputError(
                 f"budget={given!r} is not valid: it must be a share of the cached tokens in (0, 1]"
             )
         for name, least in (("history", 1), ("recent", 1), ("sinks", 0), ("page_tokens", 1)):
-            value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise InputError(f"{name}={value!r} is not valid: it must be an integer >= {least}")
+            check_integer(name, getattr(self, name), least)
 
     def tokens(self, cached: int, min_context: int) -> int:
         """How many of a row's ``cached`` tokens a step attends to, at least one if there is one.

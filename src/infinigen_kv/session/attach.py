@@ -11,10 +11,10 @@ from transformers import PreTrainedModel
 
 from infinigen_kv.batching.batch import InfiniGenBatch
 from infinigen_kv.batching.ragged import check_rotary
-from infinigen_kv.batching.row import check_size
 from infinigen_kv.cache.blueprint import CacheBlueprint
 from infinigen_kv.cache.cache import InfiniGenCache
 from infinigen_kv.calibration.artefact import Calibration
+from infinigen_kv.checks import check_integer
 from infinigen_kv.config import InfiniGenConfig
 from infinigen_kv.errors import CacheStateError, InputError
 from infinigen_kv.kernels.finding import KernelsName, find_kernels
@@ -126,8 +126,8 @@ class Session:
             If one row's positions would change those of the others.
         """
         self._check_open()
-        check_size("rows", rows)
-        check_size("tokens", tokens)
+        check_integer("rows", rows, 1)
+        check_integer("tokens", tokens, 1)
         self.check_length(tokens)
         check_rotary(self.adapter, tokens)
         blueprint = self._blueprint(policy, storage, kernels, budget)

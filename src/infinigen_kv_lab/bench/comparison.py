@@ -17,6 +17,7 @@ from infinigen_kv.cache.cache import InfiniGenCache
 from infinigen_kv.cache.forward import decode, forward, prefill
 from infinigen_kv.cache.recorder import FidelityRecorder
 from infinigen_kv.calibration.artefact import Calibration
+from infinigen_kv.checks import check_integer
 from infinigen_kv.config import PROMPT_CHUNK, InfiniGenConfig
 from infinigen_kv.errors import InputError
 from infinigen_kv.progress import Progress, no_progress
@@ -25,6 +26,7 @@ from infinigen_kv.session.paper_link import paper_link_rate
 from infinigen_kv.storage.config import StorageConfig
 from infinigen_kv.storage.link import LinkSpec
 from infinigen_kv_lab.bench.fidelity import forgetting
+from infinigen_kv_lab.kit.divergence import kl_divergence, log_probabilities
 
 FULL = "full"
 
@@ -123,8 +125,7 @@ def compare(
     InputError
         If the prompt is empty, ``new_tokens`` is below 1, or both exceed the model's positions.
     """
-    if new_tokens < 1:
-        raise InputError(f"new_tokens={new_tokens} is not valid: it must be an integer >= 1")
+    check_integer("new_tokens", new_tokens, 1)
     if FULL in configs:
         raise InputError(f"the name {FULL!r} is taken by the full cache: name the config otherwise")
     end_tokens = _end_tokens(model)
@@ -208,7 +209,7 @@ def _result(name: str, text: str, run: _Run, reference: _Run, first_layer: int) 
     recall = run.recorder.recall_by_layer
     fetched = run.recorder.fetched_by_layer
     same = [a == b for a, b in zip(run.tokens, reference.tokens, strict=False)]
-    exact, ours = reference.logits.log_softmax(-1), run.logits.log_softmax(-1)
+    exact, ours = log_probabilities(reference.logits), log_probabilities(run.logits)
     return SystemResult(
         name=name,
         text=text,
@@ -217,7 +218,7 @@ def _result(name: str, text: str, run: _Run, reference: _Run, first_layer: int) 
         same_tokens=sum(same),
         fetched_share=run.recorder.fetched_share(first_layer=first_layer),
         fetched_share_all_layers=_mean(fetched),
-        kl_mean=(exact.exp() * (exact - ours)).sum(-1).mean().item(),
+        kl_mean=kl_divergence(exact, ours).mean().item(),
         recall_mean=_mean(recall),
         coverage_mean=_mean(run.recorder.coverage_by_layer),
         ms_per_token=1000 * statistics.median(run.step_seconds or [float("nan")]),

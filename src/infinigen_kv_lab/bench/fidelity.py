@@ -23,6 +23,7 @@ from infinigen_kv.errors import InputError
 from infinigen_kv.models.soundness import check_logits
 from infinigen_kv.progress import Progress, no_progress
 from infinigen_kv.session.attach import Session, attach
+from infinigen_kv_lab.kit.divergence import kl_divergence, log_probabilities
 
 BLOCK = 128  # decode positions evaluated in one forward
 
@@ -150,11 +151,11 @@ def _measure(
     at = 0
     for place, block in enumerate(progress(blocks, "full attention")):
         full = forward(session.model, block, cache)
-        reference = full[0].float().log_softmax(-1)
-        ours = selected[place][0].float().log_softmax(-1)
+        reference = log_probabilities(full[0])
+        ours = log_probabilities(selected[place][0])
         check_logits(full)
         check_logits(selected[place])
-        kl.append((reference.exp() * (reference - ours)).sum(-1))
+        kl.append(kl_divergence(reference, ours))
         same += int((reference.argmax(-1) == ours.argmax(-1)).sum())
         targets = decoded[0, at + 1 : at + block.shape[1] + 1, None]
         full_loss -= reference[: len(targets)].gather(1, targets).double().sum().item()

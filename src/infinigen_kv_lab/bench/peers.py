@@ -21,6 +21,7 @@ from transformers import DynamicCache, PreTrainedModel, QuantizedCache, StaticCa
 
 from infinigen_kv.cache.forward import forward, timed_forward
 from infinigen_kv.errors import InputError
+from infinigen_kv_lab.kit.divergence import kl_divergence, log_probabilities
 
 QUANTISERS: Mapping[str, str] = MappingProxyType({"quanto": "optimum.quanto", "hqq": "hqq"})
 """Backends of `QuantizedCache`, in order of preference, with the module that each needs."""
@@ -148,8 +149,8 @@ class Peers:
             logits, elapsed = timed_forward(self._model, token, run.cache)
             if measured:
                 run.times.append(elapsed)
-                scores = logits[:, -1].float().log_softmax(-1)
-                run.kl.append((reference.exp() * (reference - scores)).sum(-1).mean().item())
+                scores = log_probabilities(logits[:, -1])
+                run.kl.append(kl_divergence(reference, scores).mean().item())
 
     def results(self) -> list[PeerResult]:
         """Of the measured steps so far, of which there must be one."""

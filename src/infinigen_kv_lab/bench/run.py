@@ -26,6 +26,7 @@ from infinigen_kv.progress import Progress, no_progress
 from infinigen_kv.session.attach import Session
 from infinigen_kv.session.paper_link import balanced_rate
 from infinigen_kv.storage.link import LinkSpec
+from infinigen_kv_lab.kit.divergence import kl_divergence, log_probabilities
 
 WARM_UP = 4  # steps that are not measured
 RECORDED = 4  # steps after the measured ones, for the fetched share
@@ -196,14 +197,13 @@ def _decode(
         for name, run in runs.items():
             logits, elapsed = timed_forward(session.model, token, run.cache)
             check_logits(logits)
-            scores = logits[:, -1].float().log_softmax(-1)
+            scores = log_probabilities(logits[:, -1])
             if name == IDEAL:
                 reference = scores
                 following = scores.argmax(-1, keepdim=True)
             if step >= WARM_UP:
                 run.times.append(elapsed)
-                kl = (reference.exp() * (reference - scores)).sum(-1)
-                run.kl.append(kl.mean().item())
+                run.kl.append(kl_divergence(reference, scores).mean().item())
         if also is not None:
             also(token, reference, step >= WARM_UP)
         token = following

@@ -13,6 +13,7 @@ from infinigen_kv.cache.forward import decode, prefill
 from infinigen_kv.policies.full import FullPolicy
 from infinigen_kv.session.attach import Session
 from infinigen_kv_lab.bench.fidelity import forgetting
+from infinigen_kv_lab.kit.divergence import kl_divergence, log_probabilities
 
 
 class LayerwiseKL:
@@ -41,14 +42,14 @@ class LayerwiseKL:
     def kl(self, layers: Collection[int]) -> float:
         """KL(full || selected) in nats per token where only ``layers`` select."""
         selected = self._scores(layers)
-        return (self._full.exp() * (self._full - selected)).sum(-1).mean().item()
+        return kl_divergence(self._full, selected).mean().item()
 
     def _scores(self, layers: Collection[int]) -> Tensor:
         """Log-probabilities ``(T, V)``, float32."""
         cache = self._cache
         with forgetting(cache), selecting_only(cache, layers):
             logits = decode(self._session.model, self._decoded, cache)
-        return logits[0].float().log_softmax(-1)
+        return log_probabilities(logits[0])
 
 
 @contextmanager

@@ -25,10 +25,10 @@ from infinigen_kv_lab.diagnosis.evidence import Evidence, LayerEvidence, Residen
 from infinigen_kv_lab.diagnosis.layerwise import LayerwiseKL
 from infinigen_kv_lab.diagnosis.observing import LayerObserver
 from infinigen_kv_lab.diagnosis.verdict import Thresholds, Verdict, judge
-from infinigen_kv_lab.evals.intervals import Estimate
 from infinigen_kv_lab.evals.perplexity import Perplexity, PerplexityTask
 from infinigen_kv_lab.evals.run import Subject, evaluate
 from infinigen_kv_lab.evals.task import plain
+from infinigen_kv_lab.kit.intervals import Estimate
 
 ENGINE, PAPER, ORACLE = "infinigen", "infinigen-paper", "oracle"
 LEAST_DECODED = 32  # tokens: room for at least two of the places that a layer is measured at

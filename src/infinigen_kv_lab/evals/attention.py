@@ -20,12 +20,12 @@ from infinigen_kv.models.soundness import read_window
 from infinigen_kv.policies.registry import cache_plan
 from infinigen_kv.rehearsal.select import selection_mask
 from infinigen_kv.storage.config import StorageConfig
-from infinigen_kv_lab.evals.intervals import Estimate, share
 from infinigen_kv_lab.evals.observing import ByLayer, WindowTask, by_layer, read_ids
 from infinigen_kv_lab.evals.probe import seeing_attention
 from infinigen_kv_lab.evals.reading import Reader
 from infinigen_kv_lab.evals.task import Inputs, Result, Sample, fetched, fetched_of, percent
 from infinigen_kv_lab.evals.windows import split_window
+from infinigen_kv_lab.kit.intervals import Estimate, share
 
 STEPS = 16  # decode steps that one value of the course is a mean over
 QUERY_BLOCK = 128  # queries whose weights are made at once

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from infinigen_kv.config import InfiniGenConfig
 from infinigen_kv_lab.evals.data import digest
 from infinigen_kv_lab.evals.harness import usable
-from infinigen_kv_lab.evals.intervals import Estimate, difference, share
 from infinigen_kv_lab.evals.reading import Reader
 from infinigen_kv_lab.evals.task import (
     Costs,
@@ -25,6 +24,7 @@ from infinigen_kv_lab.evals.task import (
     fetched_of,
     percent,
 )
+from infinigen_kv_lab.kit.intervals import Estimate, difference, share
 
 if TYPE_CHECKING:
     from infinigen_kv_lab.evals.harness.replay import HarnessRun, Metric

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from infinigen_kv.errors import InputError
 from infinigen_kv_lab.evals.data import data_file, digest, read_utf8
-from infinigen_kv_lab.evals.intervals import Estimate, share
 from infinigen_kv_lab.evals.reading import FULL
 from infinigen_kv_lab.evals.task import Inputs, Sample, Task
+from infinigen_kv_lab.kit.intervals import Estimate, share
 
 DEFAULT_TEXT = "wikitext2/wiki.test.raw"
 

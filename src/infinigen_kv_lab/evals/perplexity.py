@@ -15,7 +15,6 @@ from torch import Tensor
 from infinigen_kv.errors import InputError
 from infinigen_kv.session.attach import Session
 from infinigen_kv_lab.evals.data import data_file, digest, read_lines, read_utf8
-from infinigen_kv_lab.evals.intervals import Array, Estimate, bootstrap, share
 from infinigen_kv_lab.evals.reading import FULL, Reader
 from infinigen_kv_lab.evals.task import (
     Costs,
@@ -29,6 +28,8 @@ from infinigen_kv_lab.evals.task import (
     percent,
 )
 from infinigen_kv_lab.evals.windows import split_window
+from infinigen_kv_lab.kit.divergence import kl_divergence, log_probabilities
+from infinigen_kv_lab.kit.intervals import Array, Estimate, bootstrap, share
 
 CHUNK = 256  # decoded tokens (Figure 12)
 ALL_FETCHED = MappingProxyType({"fetched": 1.0, "fetched_all_layers": 1.0})  # also of short texts
@@ -141,7 +142,7 @@ class PerplexityTask(Task):
         prompt, decoded = self._split(index)
         reader = Reader(session, FULL)
         reading = reader.start(prompt, room=decoded.numel())
-        blocks = [logits.log_softmax(-1) for logits in reading.blocks(decoded)]
+        blocks = [log_probabilities(logits) for logits in reading.blocks(decoded)]
         return FullRun(blocks, {**fetched_of(reader), **ALL_FETCHED})
 
     def measure(self, reader: Reader, index: int, shared: FullRun) -> Sample:
@@ -153,8 +154,8 @@ class PerplexityTask(Task):
             blocks = reader.start(prompt, room=decoded.numel()).blocks(decoded)
         kl, losses, full_losses, same, at = [], [], [], 0, 0
         for logits, full in zip(blocks, shared.blocks, strict=True):
-            ours = logits.log_softmax(-1)
-            kl.append((full.exp() * (full - ours)).sum(-1))
+            ours = log_probabilities(logits)
+            kl.append(kl_divergence(full, ours))
             same += int((full.argmax(-1) == ours.argmax(-1)).sum())
             target = targets[at : at + len(ours), None]
             losses.append(-ours[: len(target)].gather(1, target)[:, 0])

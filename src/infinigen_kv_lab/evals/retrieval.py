@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from infinigen_kv_lab.evals.intervals import Estimate, difference, share
 from infinigen_kv_lab.evals.reading import Reading
 from infinigen_kv_lab.evals.task import Costs, Result, Sample, costs, fetched, percent
+from infinigen_kv_lab.kit.intervals import Estimate, difference, share
 
 DEPTH_STEP = 0.25  # of the depths that answers are counted by
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from infinigen_kv.calibration.artefact import Calibration
 from infinigen_kv.calibration.fingerprint import digest, model_fingerprint
+from infinigen_kv.checks import check_integer
 from infinigen_kv.config import InfiniGenConfig
 from infinigen_kv.errors import InputError
 from infinigen_kv.models.adapters import adapter_for
@@ -112,8 +113,8 @@ def evaluate(
         If a policy is unknown, ``limit`` below 1, or the task does not fit the model.
     """
     names = _suitable(task, policies)
-    if limit is not None and limit < 1:
-        raise InputError(f"limit={limit} is not valid: it must be an integer >= 1")
+    if limit is not None:
+        check_integer("limit", limit, 1)
     store = store or PointStore(None)
     config = task.config(subject.config)
     count = min(len(task), limit or len(task))

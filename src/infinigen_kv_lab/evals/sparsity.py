@@ -15,11 +15,11 @@ from infinigen_kv.errors import InputError
 from infinigen_kv.models.adapters.layer_spec import LayerSpec
 from infinigen_kv.models.soundness import read_window
 from infinigen_kv_lab.evals.attention import attention_weights
-from infinigen_kv_lab.evals.intervals import Estimate
 from infinigen_kv_lab.evals.observing import ByLayer, ModelTask, by_layer, read_ids
 from infinigen_kv_lab.evals.probe import seeing_attention
 from infinigen_kv_lab.evals.reading import Reader
 from infinigen_kv_lab.evals.task import Inputs, Result, Sample
+from infinigen_kv_lab.kit.intervals import Estimate
 
 MASS = 0.9  # of a query's attention
 FEW = 0.01  # of the tokens before a query: what "attends to few" means (Figure 20)

@@ -20,12 +20,12 @@ from infinigen_kv.models.soundness import read_window
 from infinigen_kv.policies.registry import cache_plan
 from infinigen_kv.policies.step import Step
 from infinigen_kv_lab.evals.agreement import MEASURES, VARIANTS, compare
-from infinigen_kv_lab.evals.intervals import Estimate, share
 from infinigen_kv_lab.evals.observing import read_ids
 from infinigen_kv_lab.evals.probe import LayerProbe, watching
 from infinigen_kv_lab.evals.reading import Reader
 from infinigen_kv_lab.evals.task import Inputs, Result, Sample, Task
 from infinigen_kv_lab.evals.windows import split_window
+from infinigen_kv_lab.kit.intervals import Estimate, share
 
 PLACES, QUERIES = 4, 16  # decode positions of a window that are measured: places times queries
 REHEARSING = frozenset({"infinigen", "infinigen-paper"})

@@ -11,11 +11,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from infinigen_kv.checks import check_integer
 from infinigen_kv.config import InfiniGenConfig
 from infinigen_kv.errors import InputError
 from infinigen_kv.session.attach import Session
-from infinigen_kv_lab.evals.intervals import Estimate, share
 from infinigen_kv_lab.evals.reading import Reader
+from infinigen_kv_lab.kit.intervals import Estimate, share
 
 Sample = dict[str, Any]
 """What one window, prompt or document gave under one policy: values that JSON holds, no NaN."""
@@ -225,5 +226,5 @@ def _mean(samples: Sequence[Sample], name: str) -> float:
 
 
 def _at_least(name: str, value: object, least: int) -> None:
-    if value is not None and (type(value) is not int or value < least):
-        raise InputError(f"{name}={value!r} is not valid: it must be an integer >= {least}")
+    if value is not None:
+        check_integer(name, value, least)

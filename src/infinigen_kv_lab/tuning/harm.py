@@ -30,6 +30,7 @@ from infinigen_kv.rehearsal.partial_keys import PartialKeys
 from infinigen_kv.rehearsal.select import choose, selection_mask
 from infinigen_kv.rehearsal.statistics import Moments
 from infinigen_kv.rehearsal.tail import ValueMap, attention_in_blocks
+from infinigen_kv_lab.kit.divergence import log_probabilities
 
 DRAWS = 4  # of the next tokens, each with a backward pass
 
@@ -97,7 +98,7 @@ class HarmMeter:
             pass_.begin_decoding(prompt.numel())
             with torch.enable_grad():
                 logits = forward(self._model, decoded[None], cache)[0]
-        scores = logits.float().log_softmax(-1)
+        scores = log_probabilities(logits)
         if bool(scores.isnan().any()):
             raise InfiniGenError(
                 "the model's logits contain NaN or infinity, so nothing can be tuned; check the "

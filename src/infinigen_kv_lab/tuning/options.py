@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 
+from infinigen_kv.checks import check_integer
 from infinigen_kv.config import InfiniGenConfig, is_finite
 from infinigen_kv.errors import InputError
 from infinigen_kv.storage.config import StorageConfig
@@ -71,9 +72,7 @@ class TuneOptions:
                 "e.g. 0.02"
             )
         for name, least in (("prompt_tokens", 32), ("decode_tokens", 2), ("windows", 1)):
-            value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise InputError(f"{name}={value!r} is not valid: it must be an integer >= {least}")
+            check_integer(name, getattr(self, name), least)
 
     def config(self, alpha: float | tuple[float, ...] | None = None) -> InfiniGenConfig:
         """Settings of the selection with this alpha."""

@@ -19,6 +19,7 @@ from infinigen_kv.calibration.artefact import Calibration
 from infinigen_kv.config import InfiniGenConfig, is_finite
 from infinigen_kv.session.attach import Session, attach
 from infinigen_kv.storage.config import StorageConfig
+from infinigen_kv_lab.kit.divergence import kl_divergence, log_probabilities
 from infinigen_kv_lab.tuning.measurements import Measurement, Measurements, window_digest
 from infinigen_kv_lab.tuning.windows import Window
 
@@ -126,7 +127,7 @@ class Trials:
                         cache.recorder = recorder
                     logits = forward(self.model, token[None, None], cache)[0, -1]
                     if at >= start:
-                        kl.append(_divergence(full[at], logits.float().log_softmax(-1)))
+                        kl.append(kl_divergence(full[at], log_probabilities(logits)))
                 selecting = cache.speculated_layers
                 moved = cache.moved_entries
                 link = cache.storage.link.statistics
@@ -144,7 +145,7 @@ class Trials:
             window = self.windows[place]
             with _prompted(session, window, policy="ideal") as cache:
                 logits = forward(self.model, window.decoded[None], cache)[0]
-            self._full[place] = logits.float().log_softmax(-1)
+            self._full[place] = log_probabilities(logits)
         return self._full[place]
 
 
@@ -160,7 +161,3 @@ def _prompted(
         yield cache
     finally:
         cache.close()
-
-
-def _divergence(full: Tensor, ours: Tensor) -> Tensor:
-    return (full.exp() * (full - ours)).sum()

@@ -14,7 +14,7 @@ from infinigen_kv.errors import InputError
 from infinigen_kv_lab.diagnosis import Diagnosis, Evidence, LayerEvidence, judge
 from infinigen_kv_lab.diagnosis.measure import PolicyFigures
 from infinigen_kv_lab.diagnosis.page import render_page, require_jinja2
-from infinigen_kv_lab.evals.intervals import Estimate
+from infinigen_kv_lab.kit.intervals import Estimate
 
 NASTY = '<script>alert(1)</script> & "it\'s"'
 VOID = ("<meta", "<br", "<img", "<link")

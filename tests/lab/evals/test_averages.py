@@ -10,9 +10,9 @@ import pytest
 
 from infinigen_kv_lab.evals.averages import averages
 from infinigen_kv_lab.evals.fewshot import Accuracy
-from infinigen_kv_lab.evals.intervals import Estimate, mean_of_means
 from infinigen_kv_lab.evals.run import Point
 from infinigen_kv_lab.evals.task import Costs
+from infinigen_kv_lab.kit.intervals import Estimate, mean_of_means
 
 NOTHING = Estimate(math.nan, math.nan, math.nan)
 COSTS = Costs(None, None, 0.0, 0, 0)

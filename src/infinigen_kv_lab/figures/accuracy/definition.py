@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
-from infinigen_kv_lab.evals.intervals import Estimate
 from infinigen_kv_lab.evals.reading import FULL
 from infinigen_kv_lab.evals.task import Result, TaskOptions
 from infinigen_kv_lab.figures.accuracy.scale import AccuracyScale, Span
 from infinigen_kv_lab.figures.accuracy.trial import Points, Trial
 from infinigen_kv_lab.figures.definition import Row
+from infinigen_kv_lab.kit.intervals import Estimate
 
 if TYPE_CHECKING:
     from infinigen_kv_lab.figures.drawing import Canvas

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from infinigen_kv_lab.evals.fewshot import Accuracy
-from infinigen_kv_lab.evals.intervals import Estimate, mean_of_means
 from infinigen_kv_lab.evals.reading import FULL
 from infinigen_kv_lab.evals.run import Point
 from infinigen_kv_lab.evals.task import TaskOptions
@@ -18,6 +17,7 @@ from infinigen_kv_lab.figures.accuracy.definition import (
 )
 from infinigen_kv_lab.figures.accuracy.trial import Trial
 from infinigen_kv_lab.figures.definition import Row, names
+from infinigen_kv_lab.kit.intervals import Estimate, mean_of_means
 
 if TYPE_CHECKING:
     from infinigen_kv_lab.figures.drawing import Canvas

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from infinigen_kv_lab.evals.intervals import bootstrap, difference, share
+from infinigen_kv_lab.kit.intervals import bootstrap, difference, share
 
 
 def test_the_interval_of_a_mean_is_that_of_the_normal_approximation() -> None:
