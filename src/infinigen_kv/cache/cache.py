@@ -68,7 +68,19 @@ class InfiniGenCache(CacheStatistics):
         self._thread: threading.Thread | None = None
         self._interrupted = False
         self._lost = False
+        self._given = False
         self._phase = Phase()
+
+    @property
+    def _is_user_defined(self) -> bool:
+        """Set by Transformers' `generate` on a cache that it is given, before it reads anything."""
+        return self._given
+
+    @_is_user_defined.setter
+    def _is_user_defined(self, given: bool) -> None:
+        self._given = given
+        if given:
+            self.owner.cache_given(self)
 
     @property
     def is_interrupted(self) -> bool:

@@ -22,6 +22,9 @@ class Owner(Protocol):
     def check_length(self, tokens: int) -> None:
         """Raise `InputError` if the model has fewer positions than ``tokens``."""
 
+    def cache_given(self, cache: EngineCache) -> None:
+        """`generate` was called with this cache, and has read nothing yet."""
+
 
 class Attending(Protocol):
     """A layer of a cache that computes its attention itself."""

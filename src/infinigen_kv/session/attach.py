@@ -13,6 +13,7 @@ from infinigen_kv.batching.batch import InfiniGenBatch
 from infinigen_kv.batching.ragged import check_rotary
 from infinigen_kv.cache.blueprint import CacheBlueprint
 from infinigen_kv.cache.cache import InfiniGenCache
+from infinigen_kv.cache.contract import EngineCache
 from infinigen_kv.calibration.artefact import Calibration
 from infinigen_kv.checks import check_integer
 from infinigen_kv.config import InfiniGenConfig
@@ -22,6 +23,7 @@ from infinigen_kv.models.adapters import adapter_for
 from infinigen_kv.models.adapters.base import Adapter
 from infinigen_kv.policies.registry import POLICIES, cache_plan, check_policy
 from infinigen_kv.policies.settings import BUDGET, PolicySettings
+from infinigen_kv.session.given_cache import GivenCache, use_given_caches
 from infinigen_kv.session.hooks import ATTENTION, add_hooks, set_attention
 from infinigen_kv.storage.config import StorageConfig
 
@@ -43,6 +45,7 @@ class Session:
         self.storage = storage
         self.adapter: Adapter = adapter_for(model)
         self.closed = False
+        self.given_cache = GivenCache(self.adapter.rereads_after)
         self._holders: weakref.WeakSet[InfiniGenCache | InfiniGenBatch] = weakref.WeakSet()
         self._calibration = calibration
 
@@ -146,6 +149,10 @@ class Session:
                 f"{tokens} tokens (prompt and new ones) are more than the model's {limit} "
                 "positions: shorten the prompt or generate fewer tokens"
             )
+
+    def cache_given(self, cache: EngineCache) -> None:
+        """`generate` was called with this cache, and has read nothing yet."""
+        self.given_cache.note(cache)
 
     def _check_open(self) -> None:
         if self.closed:
@@ -253,6 +260,7 @@ def attach(
         raise CacheStateError("the model is attached already: leave that `with` block first")
     with ExitStack() as undo:
         undo.callback(session.close)
+        use_given_caches(model, undo)
         set_attention(model, undo)
         add_hooks(session, undo)
         yield session

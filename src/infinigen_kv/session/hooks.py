@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +14,19 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from infinigen_kv.attention.dense import dense_attention
 from infinigen_kv.cache.contract import Attending, EngineCache, Owner
 from infinigen_kv.cache.faults import device_error
+from infinigen_kv.cache.forward import cache_argument
 from infinigen_kv.cache.masks import decoder_mask
 from infinigen_kv.errors import CacheStateError, InputError
+from infinigen_kv.session.given_cache import GivenCache
 
 ATTENTION = "infinigen_kv"
 CACHE_NAMES = ("cache", "past_key_values", "layer_past")  # by release and family
+
+
+class AttachedModel(Owner, Protocol):
+    """A session."""
+
+    given_cache: GivenCache
 
 
 def set_attention(model: PreTrainedModel, undo: ExitStack) -> None:
@@ -30,7 +38,7 @@ def set_attention(model: PreTrainedModel, undo: ExitStack) -> None:
     model.set_attn_implementation(ATTENTION)
 
 
-def add_hooks(session: Owner, undo: ExitStack) -> None:
+def add_hooks(session: AttachedModel, undo: ExitStack) -> None:
     """Hook the decoder and the attention of every layer."""
     decoder = session.adapter.decoder
     # each on its own line: one that cannot be added must not leave an earlier one behind
@@ -83,35 +91,43 @@ def infinigen_attention(
 
 
 def _begin_forward(
-    session: Owner, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+    session: AttachedModel, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Before the decoder runs: tell the cache what is coming."""
-    kwargs = _by_name(decoder, args, kwargs)
-    cache = _find_cache(kwargs)
+    named = _by_name(decoder, args, kwargs)
+    shown = named.get("inputs_embeds")
+    shown = named.get("input_ids") if shown is None else shown
+    cache = _find_cache(named)
+    dropped = None
+    alone = all(named.get(name) is None for name in CACHE_NAMES)  # an assistant has its own
+    if alone and shown is not None:
+        cache = dropped = session.given_cache.dropped(named, shown)
     if cache is None:
-        return
+        return None
     if cache.owner is not session:
         raise CacheStateError(
             "this cache was made for another model or an earlier attach: make one with "
             "session.new_cache() of the session that is attached now"
         )
-    shown = kwargs.get("inputs_embeds")
-    shown = kwargs.get("input_ids") if shown is None else shown
     if shown is None or shown.shape[1] == 0:
         raise InputError("the prompt is empty: give at least one token")
     rows, queries = shown.shape[:2]
     start = cache.get_seq_length()
     if start == 0:  # later tokens are left to the model: finished work must not be lost
         session.check_length(queries)
-    positions = kwargs.get("position_ids")
+    session.given_cache.check_used(cache, named, shown)
+    positions = named.get("position_ids")
     if positions is None:
         positions = torch.arange(start, start + queries, device=shown.device)[None]
     cache.begin_forward(
         queries=queries,
         rows=rows,
-        attention_mask=kwargs.get("attention_mask"),
+        attention_mask=named.get("attention_mask"),
         position_ids=positions,
     )
+    if dropped is None:
+        return None
+    return args, {**kwargs, cache_argument(decoder): dropped}
 
 
 def _attention_input(
