@@ -69,7 +69,7 @@ def test_a_lost_device_is_said_and_its_cache_let_go(
     threads = threading.active_count()
     storage = StorageConfig(
         home=home,
-        home_dir=tmp_path,
+        home_dir=tmp_path if home == "disk" else None,
         link="emulated:100" if home == "ram" else "none",
         resident=0.0 if home != "device" else None,
         resident_layers=(),

@@ -66,7 +66,7 @@ def test_shapes_alone_make_no_cache(tmp_path: Path) -> None:
 
 def test_what_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{", encoding="utf-8")
-    with pytest.raises(InputError, match="cannot be loaded"):
+    with pytest.raises(InputError, match=r"config\.json is not valid JSON"):
         read_geometry(str(tmp_path))
     with pytest.raises(InputError, match="no such file or folder"):
         read_geometry("./nothing/here.gguf")

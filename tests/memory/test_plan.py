@@ -125,7 +125,7 @@ def test_other_policies(
 def test_paging_takes_no_more_than_planned(
     llama: tuple[Any, Calibration], tmp_path: Path, policy: str
 ) -> None:
-    with attach(*llama, selecting(), StorageConfig(home_dir=tmp_path)) as session:
+    with attach(*llama, selecting(), StorageConfig(home="disk", home_dir=tmp_path)) as session:
         cache = filled(session, policy=policy)
         plan = planned(session, llama[1], policies=(policy,))
         assert plan["home"].disk == plan.caches[0].home_bytes

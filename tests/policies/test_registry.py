@@ -23,6 +23,7 @@ NEEDED = (
 )
 REHEARSING = {"infinigen", "infinigen-paper", "oracle"}
 GIVEN = StorageConfig(
+    home="disk",
     link="emulated:3",
     codec="int8",
     capacity=0.5,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ NAN = float("nan")
 SHARE_ABOVE_0 = "a share in (0, 1] (a float) or an integer >= 2"
 SHARE = "a share in [0, 1] (a float) or an integer >= 0"
 INDICES = "'auto' or a tuple of layer indices"
+ON_DISK: dict[str, Any] = {"home": "disk"}
 BAD: list[tuple[str, Any, str]] = [
     *(
         ("home", value, "one of ram, disk, device, paged")
@@ -66,7 +68,32 @@ def test_a_bad_value_is_named_with_its_field_and_what_is_allowed(
 
 @pytest.mark.parametrize(("name", "value"), GOOD)
 def test_good_values_are_kept(name: str, value: Any) -> None:
-    assert getattr(StorageConfig(**{name: value}), name) == value
+    together = {"evict": {"capacity": 100}, "queue_depth": ON_DISK, "home_dir": ON_DISK}
+    config = StorageConfig(**{name: value, **together.get(name, {})})
+    assert getattr(config, name) == value
+    assert hash(config) == hash(replace(config))
+
+
+def test_a_list_of_layers_stays_the_callers() -> None:
+    layers: Any = [0, 2]
+    config = StorageConfig(resident_layers=layers)
+    layers.append(3)
+    assert config.resident_layers == (0, 2)
+    assert hash(config) == hash(StorageConfig(resident_layers=(0, 2)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"home_dir": Path("/anywhere")}, "home_dir='/anywhere' is not valid with home='ram'"),
+        ({"queue_depth": 2}, "queue_depth=2 is not valid with home='ram'"),
+        ({"home": "disk", "pinned_bytes": 5}, "pinned_bytes=5 is not valid with home='disk'"),
+        ({"evict": "fifo"}, "evict='fifo' is not valid without a capacity"),
+    ],
+)
+def test_an_option_that_nothing_uses_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=re.escape(message)):
+        StorageConfig(**settings)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +106,7 @@ def test_a_home_on_the_device_takes_nothing_that_moves(changes: dict[str, Any]) 
 
 
 def test_settings_of_one_place_need_nothing_moved() -> None:
-    assert StorageConfig().is_local and StorageConfig(evict="lru", queue_depth=2).is_local
+    assert StorageConfig().is_local and StorageConfig(pinned_bytes=2).is_local
     for changes in (
         {"home": "disk"},
         {"link": "emulated:1"},

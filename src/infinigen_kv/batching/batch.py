@@ -285,4 +285,4 @@ class InfiniGenBatch:
     def _known(self, given: TokenIds) -> Tensor:
         """Checked token ids ``(n,)``, on the model's device."""
         model = self._session.model
-        return as_token_ids(given, model.get_input_embeddings().num_embeddings).to(model.device)
+        return as_token_ids(given, model).to(model.device)

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from infinigen_kv.errors import CacheStateError, InputError
+from infinigen_kv.models.soundness import check_known
 
 if TYPE_CHECKING:
     from infinigen_kv.cache.cache import InfiniGenCache
@@ -58,8 +60,8 @@ class Row:
         return cache
 
 
-def as_token_ids(given: TokenIds, known: int) -> Tensor:
-    """Token ids ``(n,)`` int64, of a model that knows those below ``known``; checked.
+def as_token_ids(given: TokenIds, model: PreTrainedModel) -> Tensor:
+    """Token ids ``(n,)`` int64 that the model has embeddings of; checked.
 
     Raises
     ------
@@ -78,9 +80,5 @@ def as_token_ids(given: TokenIds, known: int) -> Tensor:
             "be integers, for one row (T,) or (1, T)"
         )
     ids = ids.reshape(-1).long()
-    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < known:
-        raise InputError(
-            f"token ids from {int(ids.min())} to {int(ids.max())} are not valid: the model knows 0 "
-            f"to {known - 1}"
-        )
+    check_known(ids, model)
     return ids

@@ -22,6 +22,7 @@ from infinigen_kv.checks import check_integer
 from infinigen_kv.errors import CalibrationError, InfiniGenError, InputError
 from infinigen_kv.models.adapters import adapter_for
 from infinigen_kv.models.adapters.base import Adapter
+from infinigen_kv.models.soundness import check_known
 from infinigen_kv.paths import cache_dir
 from infinigen_kv.progress import Progress, no_progress
 from infinigen_kv.rehearsal.predictor import fit_correction
@@ -173,6 +174,7 @@ def _collect(
     collector = Collector(adapter)
     with _evaluating(model), collector.watching():
         for window in progress(windows, "calibrating"):
+            check_known(window, model)
             adapter.decoder(input_ids=window.to(model.device), use_cache=False)
     return collector.sums
 

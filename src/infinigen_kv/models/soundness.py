@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from infinigen_kv.errors import InfiniGenError
+from infinigen_kv.errors import InfiniGenError, InputError
 from infinigen_kv.models.adapters.base import Adapter
 
 
@@ -15,6 +16,16 @@ def check_logits(logits: Tensor) -> None:
     """
     if not bool(logits.amax(dim=-1).isfinite().all()):  # the largest is NaN where any is
         raise _unsound("logits")
+
+
+def check_known(ids: Tensor, model: PreTrainedModel) -> None:
+    """Raise `InputError` if a token of ``ids`` has no embedding in the model."""
+    known = model.get_input_embeddings().num_embeddings
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < known:
+        raise InputError(
+            f"token ids from {int(ids.min())} to {int(ids.max())} are not valid: the model knows 0 "
+            f"to {known - 1}; use the tokenizer that belongs to it"
+        )
 
 
 def read_window(adapter: Adapter, window: Tensor) -> None:

@@ -17,6 +17,7 @@ from infinigen_kv.cache.faults import device_error
 from infinigen_kv.cache.forward import cache_argument
 from infinigen_kv.cache.masks import decoder_mask
 from infinigen_kv.errors import CacheStateError, InputError
+from infinigen_kv.models.soundness import check_known
 from infinigen_kv.session.given_cache import GivenCache
 
 ATTENTION = "infinigen_kv"
@@ -97,6 +98,12 @@ def _begin_forward(
     named = _by_name(decoder, args, kwargs)
     shown = named.get("inputs_embeds")
     shown = named.get("input_ids") if shown is None else shown
+    config: Any = decoder.config
+    if named.get("output_attentions", getattr(config, "output_attentions", False)):
+        raise InputError(
+            "output_attentions=True cannot be had from an attached model, whose attention makes no "
+            "whole matrix of weights: leave it out, or ask outside of the `with` block"
+        )
     cache = _find_cache(named)
     dropped = None
     alone = all(named.get(name) is None for name in CACHE_NAMES)  # an assistant has its own
@@ -115,6 +122,8 @@ def _begin_forward(
     start = cache.get_seq_length()
     if start == 0:  # later tokens are left to the model: finished work must not be lost
         session.check_length(queries)
+        if named.get("input_ids") is not None:
+            check_known(named["input_ids"], session.model)
     session.given_cache.check_used(cache, named, shown)
     positions = named.get("position_ids")
     if positions is None:

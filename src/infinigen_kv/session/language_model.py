@@ -14,10 +14,12 @@ from infinigen_kv.cache.forward import cache_argument, piece_length
 from infinigen_kv.cache.recorder import FetchRecorder
 from infinigen_kv.calibration.artefact import Calibration
 from infinigen_kv.calibration.run import calibrate
+from infinigen_kv.checks import check_integer
 from infinigen_kv.config import PROMPT_CHUNK, InfiniGenConfig
 from infinigen_kv.errors import InputError
 from infinigen_kv.memory import calibration_fields, check_memory, model_request
 from infinigen_kv.models.loading import LoadedModel, load_model
+from infinigen_kv.models.soundness import check_known
 from infinigen_kv.progress import Progress, no_progress
 from infinigen_kv.session.attach import Session, attach, default_storage
 from infinigen_kv.session.paper_link import paper_link_rate
@@ -86,7 +88,9 @@ class LanguageModel:
         ids = self.tokenizer(prompt, add_special_tokens=not chat, verbose=False)["input_ids"]
         if not ids:
             raise InputError("the prompt is empty: give at least one token")
-        return torch.tensor([ids], device=self.model.device)
+        tokens = torch.tensor([ids])
+        check_known(tokens, self.model)
+        return tokens.to(self.model.device)
 
     def generate(
         self,
@@ -129,11 +133,7 @@ class LanguageModel:
             If the prompt is empty or too long, ``max_new_tokens`` or ``prompt_chunk`` below 1, or
             the run needs more memory than there is.
         """
-        whole = isinstance(max_new_tokens, int) and not isinstance(max_new_tokens, bool)
-        if not whole or max_new_tokens < 1:
-            raise InputError(
-                f"max_new_tokens={max_new_tokens!r} is not valid: it must be an integer >= 1"
-            )
+        check_integer("max_new_tokens", max_new_tokens, 1)
         ids = self.encode(prompt, chat=chat)
         started = time.perf_counter()
         with attach(self.model, self.calibration, self.config, self.storage) as session:

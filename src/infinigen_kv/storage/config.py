@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal
@@ -21,6 +21,7 @@ from infinigen_kv.storage.homes.slots import EVICTIONS, SMALLEST_CAPACITY, Evict
 from infinigen_kv.storage.link import LinkSpec
 from infinigen_kv.storage.link.lane import GATHERS, Gather
 
+HOME_OPTIONS = ("home_dir", "queue_depth", "pinned_bytes", "gather")  # not of every kind of home
 HARD_TO_PREDICT = 0.5  # share of a query's power that the prediction misses
 
 
@@ -97,16 +98,40 @@ class StorageConfig:
                 "None for the temporary one"
             )
         _layers("resident_layers", self.resident_layers)
+        given: Any = self.resident_layers
+        if isinstance(given, list):  # the caller's, who may change it
+            object.__setattr__(self, "resident_layers", tuple(given))
         pinned = self.pinned_bytes
         if pinned is not None and (type(pinned) is not int or pinned < 0):
             raise InputError(
                 f"pinned_bytes={pinned!r} is not valid: it must be an integer >= 0, or None for "
                 "half of the machine's memory"
             )
+        self._check_taken(kind)
         if kind.place == "device" and not self.is_local:
             raise InputError(
                 "home='device' keeps all KV as it is, on the device: leave codec, capacity, link "
                 "and resident out, or choose home='ram' or 'disk'"
+            )
+
+    def _check_taken(self, kind: HomeKind) -> None:
+        """Raise `InputError` for an option that the home has no use for."""
+        for field in fields(self):
+            if field.name not in HOME_OPTIONS or field.name in kind.options:
+                continue
+            value = getattr(self, field.name)
+            if value != field.default:
+                takers = " or ".join(
+                    repr(name) for name, other in HOMES.items() if field.name in other.options
+                )
+                raise InputError(
+                    f"{field.name}={_plain(value)!r} is not valid with home={self.home!r}, which "
+                    f"has no use for it: leave it out, or choose home={takers}"
+                )
+        if self.evict != "counter" and self.capacity is None:
+            raise InputError(
+                f"evict={self.evict!r} is not valid without a capacity, since nothing is evicted: "
+                "give a capacity, or leave it out"
             )
 
     @property
@@ -185,3 +210,7 @@ def _number(name: str, value: object, least: int, shares: str, *, zero: bool) ->
             f"{name}={value!r} is not valid: it must be a share in {shares} (a float) or an "
             f"integer >= {least}"
         )
+
+
+def _plain(value: object) -> object:
+    return str(value) if isinstance(value, os.PathLike) else value

@@ -34,7 +34,7 @@ def budgeted(
     """
 
     def plan(config: InfiniGenConfig, storage: StorageConfig) -> CachePlan:
-        own = replace(storage, capacity=None, resident=0, resident_layers=())
+        own = replace(storage, capacity=None, evict="counter", resident=0, resident_layers=())
         return CachePlan(config, own, Selecting(make, planned))
 
     return PolicyEntry(name, summary, plan, takes_budget=True)

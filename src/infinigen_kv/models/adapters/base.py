@@ -227,7 +227,7 @@ class Adapter:
     def _find_layers(self) -> tuple[LayerSpec, ...]:
         blocks = getattr(self.decoder, "layers", None)
         count = int(self.config.num_hidden_layers)
-        if not isinstance(blocks, nn.ModuleList) or len(blocks) < count:
+        if not isinstance(blocks, nn.ModuleList) or len(blocks) < count or count < 1:
             self._reject(f"{type(self.decoder).__name__} does not hold {count} decoder layers")
         specs = tuple(self._layer_spec(index, blocks[index]) for index in range(count))
         for spec in specs:
@@ -249,11 +249,14 @@ class Adapter:
                 "number the layers anew after removing or moving any"
             )
         num_heads = int(self.config.num_attention_heads)
+        num_kv_heads = int(getattr(self.config, "num_key_value_heads", None) or num_heads)
+        if num_kv_heads < 1 or num_heads % num_kv_heads:
+            self._reject(f"{num_heads} query heads cannot share {num_kv_heads} KV heads evenly")
         return LayerSpec(
             index=index,
             module=module,
             num_heads=num_heads,
-            num_kv_heads=int(getattr(self.config, "num_key_value_heads", None) or num_heads),
+            num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             scaling=self._scaling(module),
             softcap=self._softcap(module),

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from infinigen_kv.errors import InputError
 
 SPIN = 2e-4  # seconds before the end of a wait from which on sleeping is too coarse
+SLOWEST = 1e-6  # GB/s
+LONGEST = 60e6  # microseconds
 PAPER_RATIO = 18.5  # streaming a layer's KV over one block's computation, paper, Figure 18
 
 
@@ -86,10 +88,11 @@ class LinkSpec:
             rate, latency = (float(part or 0) for part in match.groups()) if match else (0.0, 0.0)
         except ValueError:
             rate = latency = 0.0
-        if not (math.isfinite(rate) and rate > 0 and math.isfinite(latency) and latency >= 0):
+        if not (SLOWEST <= rate < math.inf and 0 <= latency <= LONGEST):
             raise InputError(
                 f"link={text!r} is not valid: it must be 'none', 'emulated:paper' or "
-                "'emulated:<GB/s>[,<latency in microseconds>]', e.g. 'emulated:16,10'"
+                "'emulated:<GB/s>[,<latency in microseconds>]', e.g. 'emulated:16,10', with at "
+                f"least {SLOWEST:g} GB/s and at most {LONGEST:g} microseconds"
             )
         return cls(text, rate * 1e9, latency * 1e-6)
 
