@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from contextlib import ExitStack
+from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from infinigen_kv.attention.dense import dense_attention
-from infinigen_kv.cache.contract import Attending, EngineCache
+from infinigen_kv.cache.contract import Attending, EngineCache, opaque
 from infinigen_kv.cache.faults import device_error
 from infinigen_kv.cache.masks import decoder_mask
 from infinigen_kv.errors import CacheStateError, InputError
@@ -24,36 +26,98 @@ ATTENTION = "infinigen_kv"
 CACHE_NAMES = ("cache", "past_key_values", "layer_past")  # by release and family
 
 
-def set_attention(model: PreTrainedModel, undo: ExitStack) -> None:
+class AttachedAttention(str):
+    """The name of our attention in a configuration, with what it stands for there.
+
+    A copy of the configuration gets that instead, so that the copy of a model is a plain one.
+    Models that share a configuration share this: it stays until the last of them is detached.
+
+    Attributes
+    ----------
+    config
+        The configuration.
+    before
+        The attention that it named.
+    decoders
+        Those of its models that are attached.
+    """
+
+    config: Any
+    before: Any
+    decoders: list[nn.Module]
+
+    @classmethod
+    def of(cls, config: Any) -> AttachedAttention:
+        """That of a configuration, a new one where no model of its is attached."""
+        before = config._attn_implementation
+        if isinstance(before, cls):
+            if before.config is config:
+                return before
+            before = before.before  # a shallow copy of an attached model's
+        made = cls(ATTENTION)
+        made.config, made.before, made.decoders = config, before, []
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return copy, (self.before,)
+
+
+class SessionHook:
+    """A hook of a session; the copy of a module that carries it gets one that does nothing."""
+
+    def __init__(self, call: Callable[..., Any], *given: Any) -> None:
+        self._call = call
+        self._given = given
+
+    @opaque
+    def __call__(self, module: nn.Module, *args: Any) -> Any:
+        return self._call(*self._given, module, *args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial, (no_hook,)
+
+
+def no_hook(*seen: Any) -> None:
+    """What a copied model has in place of a hook."""
+
+
+def is_attached(model: PreTrainedModel, decoder: nn.Module) -> bool:
+    """Whether a session uses the model now."""
+    name = model.config._attn_implementation
+    return isinstance(name, AttachedAttention) and any(each is decoder for each in name.decoders)
+
+
+def set_attention(session: Session, undo: ExitStack) -> None:
     """Route the model's attention here, and its masks to booleans."""
     AttentionInterface.register(ATTENTION, infinigen_attention)
     AttentionMaskInterface.register(ATTENTION, decoder_mask)
-    before = model.config._attn_implementation
-    undo.callback(model.set_attn_implementation, before)
-    model.set_attn_implementation(ATTENTION)
+    name = AttachedAttention.of(session.model.config)
+    name.decoders.append(session.adapter.decoder)
+    undo.callback(_unset_attention, session, name)
+    session.model.set_attn_implementation(name)
+
+
+def _unset_attention(session: Session, name: AttachedAttention) -> None:
+    name.decoders[:] = [each for each in name.decoders if each is not session.adapter.decoder]
+    if not name.decoders:
+        session.model.set_attn_implementation(name.before)
 
 
 def add_hooks(session: Session, undo: ExitStack) -> None:
     """Hook the decoder and the attention of every layer."""
     decoder = session.adapter.decoder
     # each on its own line: one that cannot be added must not leave an earlier one behind
-    before = decoder.register_forward_pre_hook(partial(_begin_forward, session), with_kwargs=True)
+    begin, end = SessionHook(_begin_forward, session), SessionHook(_end_forward)
+    before = decoder.register_forward_pre_hook(begin, with_kwargs=True)
     undo.callback(before.remove)
-    after = decoder.register_forward_hook(_end_forward, with_kwargs=True, always_call=True)
+    after = decoder.register_forward_hook(end, with_kwargs=True, always_call=True)
     undo.callback(after.remove)
     for spec in session.adapter.layers:
-
-        def hook(
-            module: nn.Module,
-            args: tuple[Any, ...],
-            kwargs: dict[str, Any],
-            index: int = spec.index,
-        ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-            return _attention_input(session, index, args, kwargs)
-
+        hook = SessionHook(_attention_input, session, spec.index)
         undo.callback(spec.module.register_forward_pre_hook(hook, with_kwargs=True).remove)
 
 
+@opaque
 def infinigen_attention(
     module: nn.Module,
     query: Tensor,
@@ -98,6 +162,11 @@ def _begin_forward(
             "this cache was made for another model or an earlier attach: make one with "
             "session.new_cache() of the session that is attached now"
         )
+    if session.model.config._attn_implementation != ATTENTION:
+        raise CacheStateError(
+            f"the model's attention is {session.model.config._attn_implementation!r} now, which "
+            "cannot read this cache: change it before attach(...), which sets its own"
+        )
     shown = kwargs.get("inputs_embeds")
     shown = kwargs.get("input_ids") if shown is None else shown
     if shown is None or shown.shape[1] == 0:
@@ -118,7 +187,11 @@ def _begin_forward(
 
 
 def _attention_input(
-    session: Session, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    session: Session,
+    index: int,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Before a layer's attention: rehearse its followers, hand it its own cache layer."""
     cache = _find_cache(kwargs)
