@@ -513,3 +513,20 @@ def test_covering_selection_over_a_link_equals_transformers(
         cache = session.new_cache(storage=apart(storage_name, tmp_path), tokens=LENGTH)
         actual = run(model, cache, ids, mask, prompt=PROMPT)[mask.bool()]
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("home", ["emulated", "disk"])
+@pytest.mark.parametrize("known", [0, PROMPT + 60])
+def test_more_bytes_for_the_resident_set_than_there_are(
+    llama: tuple[Any, Calibration], home: str, known: int, tmp_path: Path
+) -> None:
+    """It takes what there is, and grows with a text whose length was not known."""
+    ids = tokens(2, PROMPT + 60)
+    with attach(*llama, selecting()) as session:
+        expected = run(session.model, local_cache(session, tokens=known), ids, prompt=PROMPT)
+        storage = apart(home, tmp_path, resident=10**12)
+        cache = session.new_cache(storage=storage, tokens=known)
+        assert same(run(session.model, cache, ids, prompt=PROMPT), expected)
+        sets = [layer.pool._resident for layer in cache.offloaded]
+        assert all(PROMPT < each.budget <= 3 * ids.shape[1] // 2 for each in sets)
+        assert cache.resident_hit_rate > 0.5

@@ -291,7 +291,7 @@ def test_a_bad_chunk_is_named(llama: tuple[Any, Calibration], chunk: int) -> Non
     with attach(*llama) as session:
         cache = session.new_cache()
         with pytest.raises(InputError, match=f"chunk={chunk}.*>= 1"):
-            piece_length(cache, 4, chunk)
+            piece_length(session, cache, 4, chunk)
 
 
 @pytest.mark.parametrize("capacity", [30, 0.5])
@@ -304,8 +304,8 @@ def test_a_prompt_that_a_limited_home_cannot_hold_is_read_at_once(
     with attach(*llama, selecting(), storage) as session:
         expected = prefill(session, session.new_cache(policy="ideal"), ids)
         cache = session.new_cache(tokens=LENGTH)
-        assert piece_length(cache, 20, 8) == 7
-        assert piece_length(cache, PROMPT, 8) == PROMPT
+        assert piece_length(session, cache, 20, 8) == 7
+        assert piece_length(session, cache, PROMPT, 8) == PROMPT
         assert_close(prefill(session, cache, ids, chunk=8), expected, atol=1e-4, rtol=1e-4)
 
 

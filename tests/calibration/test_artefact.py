@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save as save_tensors
 
 from infinigen_kv.calibration.artefact import HEADER, TENSORS, Calibration, LayerCalibration
-from infinigen_kv.calibration.fingerprint import model_fingerprint
+from infinigen_kv.calibration.fingerprint import model_fingerprint, precision_of
 from infinigen_kv.calibration.replacing import aside_of
 from infinigen_kv.errors import CalibrationError
 from infinigen_kv.models.adapters import adapter_for
@@ -246,7 +246,7 @@ def test_a_header_that_lacks_something(saved: Path, name: str) -> None:
         Calibration.load(saved)
 
 
-@pytest.mark.parametrize("name", ["fingerprint", "settings", "report", "cost"])
+@pytest.mark.parametrize("name", ["fingerprint", "settings", "report", "cost", "precision"])
 @pytest.mark.parametrize("value", [[], "text", 3, None])
 def test_a_header_of_the_wrong_shape(saved: Path, name: str, value: Any) -> None:
     rewrite_header(saved, lambda header: header.update({name: value}))
@@ -319,6 +319,18 @@ def test_the_cost_is_kept_and_saving_is_part_of_it(tmp_path: Path) -> None:
     found = Calibration.load(tmp_path / "one").cost
     assert found["fitting"] == cost["fitting"]
     assert found["saving"]["seconds"] > 0 and found["saving"]["peak_bytes"] >= 0
+
+
+def test_the_precision_is_kept(tmp_path: Path) -> None:
+    adapter = adapter_for(llama())
+    precision = precision_of(adapter)
+    replace(made(), precision=precision).save(tmp_path / "one")
+    assert Calibration.load(tmp_path / "one").precision == precision
+
+
+def test_an_artefact_that_does_not_know_its_precision(saved: Path) -> None:
+    rewrite_header(saved, lambda header: header.pop("precision"))
+    assert Calibration.load(saved).precision == {}
 
 
 def test_an_artefact_that_does_not_know_its_cost(saved: Path) -> None:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from calibrating import calibrate_tiny, reference, run, selecting, tokens
+from infinigen_kv import attach
 from infinigen_kv.calibration.artefact import HEADER, TENSORS, Calibration
 from infinigen_kv.calibration.collect import Collector
 from infinigen_kv.calibration.replacing import aside_of
@@ -315,3 +317,21 @@ def test_it_is_the_same_every_time_and_in_training_mode(tokenizer: Any) -> None:
     trained = calibrate(model.train(), tokenizer, TEXTS, **SMALL, use_cache=False)
     for index, layer in evaluated.layers.items():
         assert torch.equal(layer.down, trained.layers[index].down)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "opt"])
+@pytest.mark.parametrize("halved", ["the model", "the calibration's"])
+def test_a_calibration_serves_the_same_model_in_half_precision(family: str, halved: str) -> None:
+    """As one that was made in the model's own type."""
+    single, half = TINY[family](), TINY[family]().half()
+    used, other = (half, single) if halved == "the model" else (single, half)
+    ids = tokens(1, 48)
+    logits = []
+    for made in (used, other):
+        with attach(used, calibrate_tiny(made), selecting()) as session:
+            logits.append(run(used, session.new_cache(), ids, prompt=40)[:, 40:].float())
+    own, others = (each.log_softmax(-1) for each in logits)
+    exact = reference(used, ids, prompt=40)[:, 40:].float().log_softmax(-1)
+    harm = (own.exp() * (own - others)).sum(-1).mean()
+    selected = (exact.exp() * (exact - own)).sum(-1).mean()
+    assert harm < 0.05 * selected, "far less than what selecting costs"

@@ -36,6 +36,7 @@ GEOMETRY = ModelGeometry(
     mlp_size=14336,
     vocabulary=128_256,
     max_positions=131_072,
+    steady_positions=None,
     window=None,
     weight_bytes=30 * GIB,
 )

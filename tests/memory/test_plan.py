@@ -32,6 +32,7 @@ APART: dict[str, dict[str, Any]] = {
     "link, hard layers stay": {"link": FAST},
     "link, all apart": {"link": FAST, "resident": 0.5, "resident_layers": ()},
     "link, resident bytes": {"link": FAST, "resident": 150_000, "resident_layers": (0,)},
+    "link, resident everything": {"link": FAST, "resident": 10**12, "resident_layers": (0,)},
     "link, int4": {"link": FAST, "codec": "int4", "resident_layers": (0, 2)},
     "disk": {"home": "disk", "resident_layers": (0,)},
     "disk, int8": {"home": "disk", "codec": "int8", "resident": 0, "resident_layers": ()},

@@ -62,6 +62,8 @@ def test_resident_sets(llama: tuple[Any, Calibration], tmp_path: Path) -> None:
     nbytes = entry * layers * rows * heads * 7
     assert rooms(llama, link="emulated:1000", resident=nbytes) == {7}
     assert rooms(llama, link="emulated:1000", resident=nbytes - 1) == {6}
+    assert rooms(llama, link="emulated:1000", resident=10**12) == {100}, "no more than there is"
+    assert rooms(llama, link="emulated:1000", resident=10**12, capacity=32) == {32}
     for policy in ("stream", "infinigen-paper"):
         assert rooms(llama, link="emulated:1000", resident=0.5, policy=policy) == {0}
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from infinigen_kv.batching.ragged import RaggedCache
 from infinigen_kv.batching.row import Row, TokenIds, as_token_ids
-from infinigen_kv.cache.contract import Owner
+from infinigen_kv.cache.contract import Owner, ProcessBound
 from infinigen_kv.cache.forward import forward, prefill
 from infinigen_kv.checks import check_integer
 from infinigen_kv.config import PROMPT_CHUNK
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from infinigen_kv.storage.storage import Storage
 
 
-class InfiniGenBatch:
+class InfiniGenBatch(ProcessBound):
     """Up to ``rows`` rows, each with a cache of its own, over one link and one file.
 
     A step runs the model's own layers once for all rows, and rehearsal and attention row by row, so

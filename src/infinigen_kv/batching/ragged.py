@@ -267,27 +267,10 @@ class _Window(NamedTuple):
 
 
 def check_rotary(adapter: Adapter, tokens: int) -> None:
-    """Raise `UnsupportedModelError` if rows of up to ``tokens`` tokens would not be independent.
-
-    Transformers takes the frequencies of dynamic and long RoPE from the longest position of a
-    forward, and they change beyond the length that the model was trained for.
-    """
-    limit = _frequencies_hold_until(adapter.config)
+    """Raise `UnsupportedModelError` if rows of up to ``tokens`` tokens would not be independent."""
+    limit = adapter.steady_positions
     if limit is not None and tokens > limit:
         raise UnsupportedModelError(
             f"the rotary frequencies of this model change beyond {limit} tokens, by the longest "
             f"row of a forward: use new_batch(tokens={limit}) or less, or a cache for each row"
         )
-
-
-def _frequencies_hold_until(config: Any) -> int | None:
-    """The shortest length beyond which any layer's frequencies depend on it; None for never."""
-    given = getattr(config, "rope_parameters", None) or {}
-    by_kind = [each for each in given.values() if isinstance(each, dict)] or [given]
-    limits = []
-    for each in by_kind:
-        kind = each.get("rope_type", "default")
-        if "dynamic" in kind or kind == "longrope":
-            own = each.get("original_max_position_embeddings")
-            limits.append(own or config.max_position_embeddings)
-    return min(limits, default=None)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from infinigen_kv.cache.contract import Owner
+from infinigen_kv.cache.contract import Owner, opaque
 from infinigen_kv.cache.faults import is_device_fault
 from infinigen_kv.cache.layer import OffloadedLayer
 from infinigen_kv.cache.masks import visible_tokens
@@ -154,6 +154,7 @@ class InfiniGenCache(CacheStatistics):
         for layer in self._unheralded:
             layer.prefetch_next()
 
+    @opaque
     def update(
         self,
         key_states: Tensor,

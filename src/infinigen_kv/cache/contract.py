@@ -3,13 +3,40 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, NoReturn, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from infinigen_kv.errors import CacheStateError
 from infinigen_kv.models.adapters.base import Adapter
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def opaque(function: Function) -> Function:
+    """Decorate what a model calls while it runs: `torch.compile` is to run it as it is.
+
+    A compiler that looked inside would trace threads, counters and compiled kernels, and compile
+    anew for every length of the text.
+    """
+    hidden: Function = torch.compiler.disable(function)
+    return hidden
+
+
+class ProcessBound:
+    """What holds a session's memory, threads and files, and so cannot leave its process."""
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Raise `CacheStateError`; pickle, `torch.save` and `copy.copy` call it."""
+        raise CacheStateError(
+            f"{type(self).__name__} cannot be pickled, saved or copied flat, since its memory, "
+            "threads and files belong to a session of this process: copy.deepcopy(cache) copies a "
+            "cache, and another process has to attach the model and read the prompt itself"
+        )
 
 
 class Owner(Protocol):
@@ -45,7 +72,7 @@ class Attending(Protocol):
         """
 
 
-class EngineCache(Cache):
+class EngineCache(ProcessBound, Cache):
     """A Transformers cache that is told when a forward starts, reaches a layer, and ends.
 
     A base class, and not a protocol, because every layer of every forward asks for it.

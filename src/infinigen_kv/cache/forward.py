@@ -89,23 +89,26 @@ def prefill(
     tokens = token_ids.shape[1]
     if tokens == 0:
         raise InputError("the prompt is empty: give at least one token")
-    length = piece_length(cache, tokens, chunk)
+    length = piece_length(session, cache, tokens, chunk)
     cache.expect_prompt(cache.get_seq_length() + tokens)
     for piece in token_ids.split(length, dim=1):
         logits = forward(session.model, piece, cache, last_only=True)
     return logits
 
 
-def piece_length(cache: InfiniGenCache, tokens: int, chunk: int | None) -> int:
+def piece_length(session: Owner, cache: InfiniGenCache, tokens: int, chunk: int | None) -> int:
     """Length of the pieces in which a prompt of so many tokens is read.
 
     As equal as can be and at most ``chunk``, so that the last one is no remainder of a few tokens.
     The whole prompt where a limited home cannot hold it: what is evicted after one piece, the next
-    could not attend to.
+    could not attend to. And where its length sets the rotary frequencies, which every piece would
+    turn its keys by another length's.
     """
     if chunk is not None and chunk < 1:
         raise InputError(f"chunk={chunk} is not valid: it must be an integer >= 1, or None")
-    whole = not cache.storage.holds(cache.get_seq_length() + tokens)
+    end = cache.get_seq_length() + tokens
+    steady = session.adapter.steady_positions
+    whole = not cache.storage.holds(end) or (steady is not None and end > steady)
     return even_length(tokens, None if whole else chunk)
 
 

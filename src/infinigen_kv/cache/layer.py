@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from infinigen_kv.attention.dense import decode_weights, dense_attention, grouped_scores
+from infinigen_kv.cache.gradients import without_gradient
 from infinigen_kv.cache.masks import mask_of_held, mask_of_no_tail, mask_of_selection
 from infinigen_kv.errors import CacheStateError, HomeError
 from infinigen_kv.kernels.base import Kernels
@@ -129,7 +130,30 @@ class OffloadedLayer(CacheLayerMixin):
         """Store the new tokens and attend; shapes as in `attention.dense.dense_attention`.
 
         ``keys`` and ``values`` are those of the new tokens.
+
+        Raises
+        ------
+        CacheStateError
+            In a backward pass through the output, unless the cache was empty.
         """
+        step = self._step
+        assert step is not None
+        learns = query.requires_grad or keys.requires_grad or values.requires_grad
+        if step.start == 0 or not learns:
+            return self._attend(query, keys, values, mask, scaling, softcap)
+        new = query.detach(), keys.detach(), values.detach()
+        output = self._attend(*new, mask, scaling, softcap)
+        return without_gradient(output, query, keys, values)
+
+    def _attend(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor | None,
+        scaling: float,
+        softcap: float | None,
+    ) -> Tensor:
         step, pool = self._step, self.pool
         assert step is not None and pool is not None
         if pool.sinks and step.padding is not None:
@@ -185,7 +209,7 @@ class OffloadedLayer(CacheLayerMixin):
         positions = pool.positions
         if step.recorder is not None and step.recorder.needs_keys:
             step.recorder.see(self.spec, query, keys, step, pool, None)
-        all_keys, all_values, slots = pool.extend(keys, values)
+        all_keys, all_values, slots = self._extend(keys, values)
         self.policy.observe(query, keys, values, step, pool, slots)
         if step.may_end_prompt:
             self.policy.finish_prompt(all_keys, step, slots)
@@ -220,6 +244,14 @@ class OffloadedLayer(CacheLayerMixin):
         if step.may_end_prompt and pool.room:
             self._warm(query, all_keys, all_values, step, slots)
         return output
+
+    def _extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Store the new tokens; all keys and values, and the slots of the new ones."""
+        assert self.pool is not None
+        entries = self.pool.extend(keys.detach(), values.detach())
+        if keys.requires_grad or values.requires_grad:  # there are no others, see `attend`
+            return keys, values, entries[2]
+        return entries
 
     def _warm(
         self, query: Tensor, keys: Tensor, values: Tensor, step: Step, slots: Tensor | None

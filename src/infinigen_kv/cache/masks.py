@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
+from infinigen_kv.cache.contract import opaque
 from infinigen_kv.errors import InputError
 from infinigen_kv.rehearsal.select import Selection, selection_mask
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from infinigen_kv.policies.step import Step
 
 
+@opaque
 def decoder_mask(
     batch_size: int,
     q_length: int,

@@ -18,7 +18,7 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from infinigen_kv.calibration.cost import Stages
-from infinigen_kv.calibration.fingerprint import digest, model_fingerprint
+from infinigen_kv.calibration.fingerprint import check_fingerprint, digest
 from infinigen_kv.calibration.replacing import aside_of, current, replace_folder
 from infinigen_kv.calibration.tuned import Tuned
 from infinigen_kv.config import InfiniGenConfig
@@ -64,6 +64,8 @@ class Calibration:
     cost
         What calibrating took, stage by stage (`cost.Stages.to_dict`); empty where it was not
         recorded. ``saving`` is there once it was loaded from an artefact.
+    precision
+        In which type the model's weights were (`precision_of`); empty where it was not recorded.
     """
 
     fingerprint: Mapping[str, Any]
@@ -72,6 +74,7 @@ class Calibration:
     report: Mapping[str, Any] = field(default_factory=dict)
     tuned: Tuned | None = None
     cost: Mapping[str, Any] = field(default_factory=dict)
+    precision: Mapping[str, Any] = field(default_factory=dict)
 
     def config(self, **given: Any) -> InfiniGenConfig:
         """Settings for this model: those that are given, the tuned ones for the others.
@@ -95,14 +98,7 @@ class Calibration:
 
     def check_model(self, adapter: Adapter) -> None:
         """Raise `CalibrationError` unless this calibration was made for the adapter's model."""
-        theirs = model_fingerprint(adapter)
-        for name, value in theirs.items():
-            if self.fingerprint.get(name) != value:
-                raise CalibrationError(
-                    f"the calibration belongs to another model: its {name} is "
-                    f"{_short(self.fingerprint.get(name))}, this model's is {_short(value)}; "
-                    "calibrate this model"
-                )
+        check_fingerprint(adapter, self.fingerprint, self.precision)
         for spec in adapter.layers[1:]:
             if not spec.is_sliding and spec.index not in self.layers:
                 raise CalibrationError(
@@ -134,6 +130,7 @@ class Calibration:
             "fingerprint": dict(self.fingerprint),
             "settings": dict(self.settings),
             "report": dict(self.report),
+            "precision": dict(self.precision),
             **({} if self.tuned is None else {"tuned": self.tuned.to_dict()}),
         }
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
@@ -179,6 +176,7 @@ class Calibration:
             header["report"],
             None if tuned is None else Tuned.from_dict(tuned),
             header["cost"],
+            header["precision"],
         )
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -223,7 +221,7 @@ def _read_header(path: Path) -> dict[str, Any]:
     missing = [name for name in needed if name not in header]
     if missing:
         raise CalibrationError(f"{path} lacks {missing[0]!r}: calibrate again")
-    for name in ("fingerprint", "settings", "report", "cost"):
+    for name in ("fingerprint", "settings", "report", "cost", "precision"):
         if not isinstance(header.setdefault(name, {}), dict):
             raise CalibrationError(f"{path} is damaged: {name!r} is no object; calibrate again")
     for layer, fit in header["report"].items():
@@ -273,11 +271,6 @@ def _replaceable(folder: Path) -> bool:
     if not folder.is_dir():
         return False
     return {entry.name for entry in folder.iterdir()} <= {TENSORS, HEADER}
-
-
-def _short(value: object) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def remove(folder: Path) -> None:

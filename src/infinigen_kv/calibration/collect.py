@@ -64,6 +64,8 @@ class Collector:
     def watching(self) -> Iterator[None]:
         """Hooks on inside the block, off after it."""
         with ExitStack() as undo:
+            # code that was compiled before may pass over hooks that are new
+            undo.enter_context(torch.compiler.set_stance("force_eager"))
             for spec in self._adapter.layers:
 
                 def hook(

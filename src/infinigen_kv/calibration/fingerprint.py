@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from infinigen_kv.errors import CalibrationError
 from infinigen_kv.models.adapters.base import Adapter
 
+HASH = "_sha256"  # ends the names of hashes of weights
 
-def model_fingerprint(adapter: Adapter) -> dict[str, Any]:
+
+def model_fingerprint(adapter: Adapter, *, dtype: torch.dtype | None = None) -> dict[str, Any]:
     """Architecture, shapes and a hash of the query weights, as plain JSON values.
 
     The hash is of the weights rounded to bfloat16, so that one checkpoint has one fingerprint
-    whether it was loaded as float32 or bfloat16.
+    whether it was loaded as float32 or bfloat16. With ``dtype``, that of the model in this type:
+    float16 rounds what bfloat16 would have rounded otherwise.
     """
     return {
         "family": adapter.family,
@@ -24,8 +29,37 @@ def model_fingerprint(adapter: Adapter) -> dict[str, Any]:
             [spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.is_sliding]
             for spec in adapter.layers
         ],
-        "query_weights_sha256": _query_weight_hash(adapter),
+        "query_weights_sha256": _query_weight_hash(adapter, dtype),
     }
+
+
+def precision_of(adapter: Adapter) -> dict[str, Any]:
+    """The weights' type, and the fingerprint's hashes of the same weights in float16."""
+    return {"dtype": _dtype_name(adapter), "in_float16": _hashes(_halved(adapter))}
+
+
+def check_fingerprint(
+    adapter: Adapter, fingerprint: Mapping[str, Any], precision: Mapping[str, Any]
+) -> None:
+    """Raise `CalibrationError` unless they are those of the model, in this or another type."""
+    theirs = model_fingerprint(adapter)
+    others = [name for name, value in theirs.items() if fingerprint.get(name) != value]
+    only_weights = all(name.endswith(HASH) for name in others)
+    if only_weights and (not others or _is_same_in_float16(adapter, fingerprint, precision)):
+        return
+    reason = (
+        f"the calibration belongs to another model: its {others[0]} is "
+        f"{_short(fingerprint.get(others[0]))}, this model's is {_short(theirs[others[0]])}"
+    )
+    given = _dtype_name(adapter)
+    recorded = precision.get("dtype", given if given != "float16" else "another type")
+    if only_weights and given != recorded:
+        raise CalibrationError(
+            f"{reason}, or to this one in another type: it was made in {recorded}, and the model "
+            f"is in {given}, which rounds the weights differently; load the model in the type of "
+            f"the calibration, or calibrate it in {given}"
+        )
+    raise CalibrationError(f"{reason}; calibrate this model")
 
 
 def digest(values: Any) -> str:
@@ -39,12 +73,41 @@ def text_hash(texts: list[str]) -> str:
     return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
 
 
-def _query_weight_hash(adapter: Adapter) -> str:
+def _is_same_in_float16(
+    adapter: Adapter, fingerprint: Mapping[str, Any], precision: Mapping[str, Any]
+) -> bool:
+    """Whether one of them, the model or that of the fingerprint, is the other in float16."""
+    recorded = precision.get("in_float16")
+    if _dtype_name(adapter) == "float16" and isinstance(recorded, dict):
+        fingerprint = {**fingerprint, **recorded}
+    return all(fingerprint.get(name) == value for name, value in _halved(adapter).items())
+
+
+def _halved(adapter: Adapter) -> dict[str, Any]:
+    return model_fingerprint(adapter, dtype=torch.float16)
+
+
+def _hashes(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fingerprint.items() if name.endswith(HASH)}
+
+
+def _query_weight_hash(adapter: Adapter, dtype: torch.dtype | None) -> str:
     running = hashlib.sha256()
     for spec in adapter.layers:
         weight, bias = adapter.query_weight(spec.index)
         for tensor in (weight, bias):
             if tensor is not None:
-                rounded = tensor.detach().to("cpu", torch.bfloat16).contiguous()
+                loaded = tensor.detach().to("cpu", dtype)
+                rounded = loaded.to(torch.bfloat16).contiguous()
                 running.update(rounded.view(torch.int16).numpy().data)
     return running.hexdigest()
+
+
+def _dtype_name(adapter: Adapter) -> str:
+    """Of the model's weights, ``float32`` and the like."""
+    return str(adapter.model.dtype).removeprefix("torch.")
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from infinigen_kv.calibration.artefact import Calibration, LayerCalibration
-from infinigen_kv.calibration.fingerprint import model_fingerprint
+from infinigen_kv.calibration.fingerprint import model_fingerprint, precision_of
 from infinigen_kv.errors import InputError
 from infinigen_kv.models.adapters import adapter_for
 from infinigen_kv.models.adapters.base import Adapter
@@ -61,7 +61,13 @@ def fold_skew(
         for spec in target.layers
         if spec.index in calibration.layers
     }
-    return folded, replace(calibration, fingerprint=model_fingerprint(target), layers=layers)
+    made = replace(
+        calibration,
+        fingerprint=model_fingerprint(target),
+        precision=precision_of(target),
+        layers=layers,
+    )
+    return folded, made
 
 
 def _fold_layer(adapter: Adapter, spec: LayerSpec, layer: LayerCalibration) -> LayerCalibration:

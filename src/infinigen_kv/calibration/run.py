@@ -15,7 +15,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from infinigen_kv.calibration.artefact import Calibration, LayerCalibration, remove
 from infinigen_kv.calibration.collect import Collector, LayerSums
 from infinigen_kv.calibration.cost import Stages
-from infinigen_kv.calibration.fingerprint import digest, model_fingerprint, text_hash
+from infinigen_kv.calibration.fingerprint import (
+    digest,
+    model_fingerprint,
+    precision_of,
+    text_hash,
+)
 from infinigen_kv.calibration.replacing import current
 from infinigen_kv.calibration.texts import calibration_texts
 from infinigen_kv.checks import check_integer
@@ -100,7 +105,14 @@ def calibrate(
         for index in list(sums):
             mine = sums.pop(index)
             layers[index], report[str(index)] = _fit(adapter, index, mine, rank, stages)
-    made = Calibration(fingerprint, settings, layers, report, cost=stages.to_dict())
+    made = Calibration(
+        fingerprint,
+        settings,
+        layers,
+        report,
+        cost=stages.to_dict(),
+        precision=precision_of(adapter),
+    )
     if use_cache:
         try:
             made.save(folder)

@@ -32,7 +32,8 @@ class LayerGeometry:
 class ModelGeometry:
     """A model's sizes; M is the hidden size, ``mlp_size`` the inner width of an MLP.
 
-    ``window`` is what sliding layers attend to, in tokens; None where there are none.
+    ``max_positions`` and ``steady_positions`` are those of `Adapter`; ``window`` is what sliding
+    layers attend to, in tokens; None where there are none.
     """
 
     layers: tuple[LayerGeometry, ...]
@@ -41,6 +42,7 @@ class ModelGeometry:
     mlp_size: int
     vocabulary: int
     max_positions: int | None
+    steady_positions: int | None
     window: int | None
     weight_bytes: int
 
@@ -63,6 +65,7 @@ def geometry_of(adapter: Adapter) -> ModelGeometry:
         mlp_size=max(each.in_features for each in projections),
         vocabulary=int(model.config.vocab_size),
         max_positions=adapter.max_positions,
+        steady_positions=adapter.steady_positions,
         window=int(model.config.sliding_window) if sliding else None,
         weight_bytes=sum(each.nbytes for each in tensors),
     )

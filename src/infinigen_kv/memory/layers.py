@@ -114,7 +114,7 @@ class LayerPlanner:
         entries = self.linked * self.request.rows * like.num_kv_heads
         all_heads = max(1, entries) * self.entry_bytes(like, packed=False)
         context, device = self.request.context, self.request.device
-        return self.cache.storage.resident_entries(device, context, all_heads)
+        return min(self.cache.storage.resident_entries(device, context, all_heads), self.slots)
 
     @property
     def _codec(self) -> Codec:

@@ -89,8 +89,8 @@ class PlanRequest:
     @property
     def chunk(self) -> int:
         """Tokens of the longest forward; see `cache.forward.piece_length`."""
-        limit = self.storage.limit(self.context)
-        whole = limit is not None and self.prompt_tokens > limit
+        limits = [self.storage.limit(self.context), self.geometry.steady_positions]
+        whole = any(limit is not None and self.prompt_tokens > limit for limit in limits)
         return even_length(self.prompt_tokens, None if whole else self.prompt_chunk)
 
     @property

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
@@ -43,7 +44,8 @@ def rerouted(model: PreTrainedModel, attend: Attend) -> Iterator[None]:
     before = model.config._attn_implementation
     try:
         model.set_attn_implementation(ATTENTION)
-        yield
+        with torch.compiler.set_stance("force_eager"):  # `attend` keeps what it sees
+            yield
     finally:
         model.set_attn_implementation(before)
 
@@ -61,6 +63,8 @@ def reading_inputs(adapter: Adapter, keep: Callable[[int, Tensor], None]) -> Ite
         return hook
 
     with ExitStack() as undo:
+        # code that was compiled before may pass over hooks that are new
+        undo.enter_context(torch.compiler.set_stance("force_eager"))
         for spec in adapter.layers:
             handle = spec.module.register_forward_pre_hook(hooked(spec), with_kwargs=True)
             undo.callback(handle.remove)

@@ -13,7 +13,7 @@ from infinigen_kv.batching.batch import InfiniGenBatch
 from infinigen_kv.batching.ragged import check_rotary
 from infinigen_kv.cache.blueprint import CacheBlueprint
 from infinigen_kv.cache.cache import InfiniGenCache
-from infinigen_kv.cache.contract import EngineCache
+from infinigen_kv.cache.contract import EngineCache, ProcessBound
 from infinigen_kv.calibration.artefact import Calibration
 from infinigen_kv.checks import check_integer
 from infinigen_kv.config import InfiniGenConfig
@@ -23,12 +23,13 @@ from infinigen_kv.models.adapters import adapter_for
 from infinigen_kv.models.adapters.base import Adapter
 from infinigen_kv.policies.registry import POLICIES, cache_plan, check_policy
 from infinigen_kv.policies.settings import BUDGET, PolicySettings
+from infinigen_kv.session.attached_attention import is_attached
 from infinigen_kv.session.given_cache import GivenCache, use_given_caches
-from infinigen_kv.session.hooks import ATTENTION, add_hooks, set_attention
+from infinigen_kv.session.hooks import add_hooks, set_attention
 from infinigen_kv.storage.config import StorageConfig
 
 
-class Session:
+class Session(ProcessBound):
     """A model while it is attached; makes caches for it. Use through `attach`."""
 
     def __init__(
@@ -256,11 +257,11 @@ def attach(
             f"alpha has {len(config.alpha)} values, and the model {layers} layers: give one number "
             "for all layers, or one for each layer"
         )
-    if model.config._attn_implementation == ATTENTION:
+    if is_attached(model, session.adapter.decoder):
         raise CacheStateError("the model is attached already: leave that `with` block first")
     with ExitStack() as undo:
         undo.callback(session.close)
         use_given_caches(model, undo)
-        set_attention(model, undo)
+        set_attention(session, undo)
         add_hooks(session, undo)
         yield session

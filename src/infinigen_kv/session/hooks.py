@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from infinigen_kv.attention.dense import dense_attention
-from infinigen_kv.cache.contract import Attending, EngineCache, Owner
+from infinigen_kv.cache.contract import Attending, EngineCache, Owner, opaque
 from infinigen_kv.cache.faults import device_error
 from infinigen_kv.cache.forward import cache_argument
 from infinigen_kv.cache.masks import decoder_mask
 from infinigen_kv.errors import CacheStateError, InputError
 from infinigen_kv.models.soundness import check_known
+from infinigen_kv.session.attached_attention import ATTENTION, AttachedAttention
 from infinigen_kv.session.given_cache import GivenCache
 
-ATTENTION = "infinigen_kv"
 CACHE_NAMES = ("cache", "past_key_values", "layer_past")  # by release and family
 
 
@@ -30,36 +31,56 @@ class AttachedModel(Owner, Protocol):
     given_cache: GivenCache
 
 
-def set_attention(model: PreTrainedModel, undo: ExitStack) -> None:
+class SessionHook:
+    """A hook of a session; the copy of a module that carries it gets one that does nothing."""
+
+    def __init__(self, call: Callable[..., Any], *given: Any) -> None:
+        self._call = call
+        self._given = given
+
+    @opaque
+    def __call__(self, module: nn.Module, *args: Any) -> Any:
+        return self._call(*self._given, module, *args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial, (no_hook,)
+
+
+def no_hook(*seen: Any) -> None:
+    """What a copied model has in place of a hook."""
+
+
+def set_attention(session: AttachedModel, undo: ExitStack) -> None:
     """Route the model's attention here, and its masks to booleans."""
     AttentionInterface.register(ATTENTION, infinigen_attention)
     AttentionMaskInterface.register(ATTENTION, decoder_mask)
-    before = model.config._attn_implementation
-    undo.callback(model.set_attn_implementation, before)
-    model.set_attn_implementation(ATTENTION)
+    name = AttachedAttention.of(session.model.config)
+    name.decoders.append(session.adapter.decoder)
+    undo.callback(_unset_attention, session, name)
+    session.model.set_attn_implementation(name)
+
+
+def _unset_attention(session: AttachedModel, name: AttachedAttention) -> None:
+    name.decoders[:] = [each for each in name.decoders if each is not session.adapter.decoder]
+    if not name.decoders:
+        session.model.set_attn_implementation(name.before)
 
 
 def add_hooks(session: AttachedModel, undo: ExitStack) -> None:
     """Hook the decoder and the attention of every layer."""
     decoder = session.adapter.decoder
     # each on its own line: one that cannot be added must not leave an earlier one behind
-    before = decoder.register_forward_pre_hook(partial(_begin_forward, session), with_kwargs=True)
+    begin, end = SessionHook(_begin_forward, session), SessionHook(_end_forward)
+    before = decoder.register_forward_pre_hook(begin, with_kwargs=True)
     undo.callback(before.remove)
-    after = decoder.register_forward_hook(_end_forward, with_kwargs=True, always_call=True)
+    after = decoder.register_forward_hook(end, with_kwargs=True, always_call=True)
     undo.callback(after.remove)
     for spec in session.adapter.layers:
-
-        def hook(
-            module: nn.Module,
-            args: tuple[Any, ...],
-            kwargs: dict[str, Any],
-            index: int = spec.index,
-        ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-            return _attention_input(session, index, args, kwargs)
-
+        hook = SessionHook(_attention_input, session, spec.index)
         undo.callback(spec.module.register_forward_pre_hook(hook, with_kwargs=True).remove)
 
 
+@opaque
 def infinigen_attention(
     module: nn.Module,
     query: Tensor,
@@ -111,11 +132,7 @@ def _begin_forward(
         cache = dropped = session.given_cache.dropped(named, shown)
     if cache is None:
         return None
-    if cache.owner is not session:
-        raise CacheStateError(
-            "this cache was made for another model or an earlier attach: make one with "
-            "session.new_cache() of the session that is attached now"
-        )
+    _check_ours(session, cache)
     if shown is None or shown.shape[1] == 0:
         raise InputError("the prompt is empty: give at least one token")
     rows, queries = shown.shape[:2]
@@ -139,8 +156,25 @@ def _begin_forward(
     return args, {**kwargs, cache_argument(decoder): dropped}
 
 
+def _check_ours(session: AttachedModel, cache: EngineCache) -> None:
+    if cache.owner is not session:
+        raise CacheStateError(
+            "this cache was made for another model or an earlier attach: make one with "
+            "session.new_cache() of the session that is attached now"
+        )
+    if session.model.config._attn_implementation != ATTENTION:
+        raise CacheStateError(
+            f"the model's attention is {session.model.config._attn_implementation!r} now, which "
+            "cannot read this cache: change it before attach(...), which sets its own"
+        )
+
+
 def _attention_input(
-    session: Owner, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    session: AttachedModel,
+    index: int,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Before a layer's attention: rehearse its followers, hand it its own cache layer."""
     cache = _find_cache(kwargs)

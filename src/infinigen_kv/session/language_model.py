@@ -235,7 +235,7 @@ def _generate(
     cache = session.new_cache(
         tokens=total, policy="stream" if full else "infinigen", link_rate=rate
     )
-    piece = piece_length(cache, ids.shape[1], prompt_chunk)
+    piece = piece_length(session, cache, ids.shape[1], prompt_chunk)
     if piece < ids.shape[1]:
         options = {"prefill_chunk_size": piece, **options}
     cache.expect_prompt(ids.shape[1])

@@ -48,8 +48,8 @@ class StorageConfig:
         ``counter``, ``lru`` or ``fifo``: who makes room at the limit.
     resident
         Resident set: a float in [0, 1] is a share of the tokens that the cache is made for, an int
-        is bytes for all layers. None means 0.2 where entries cross an emulated link or come from
-        disk, else 0.
+        is bytes for all layers, of which no more are used than there are entries. None means 0.2
+        where entries cross an emulated link or come from disk, else 0.
     resident_layers
         Layers kept on the device whole and attended to in full: ``auto`` for those that are not
         rehearsed and those that calibration found hard to predict, or indices.

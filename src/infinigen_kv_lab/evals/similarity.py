@@ -113,6 +113,8 @@ def watching_blocks(adapter: Adapter, see: SeeTensor) -> Iterator[None]:
     """
     blocks: Any = adapter.decoder.layers
     with ExitStack() as undo:
+        # code that was compiled before may pass over hooks that are new
+        undo.enter_context(torch.compiler.set_stance("force_eager"))
         for spec in adapter.layers:
             block = blocks[spec.index]
             for module, name, is_input in (

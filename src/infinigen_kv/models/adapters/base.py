@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from infinigen_kv.errors import UnsupportedModelError
 from infinigen_kv.models.adapters.layer_spec import LayerSpec
-from infinigen_kv.models.adapters.rotary import rotate
+from infinigen_kv.models.adapters.rotary import readable_positions, rotate, steady_positions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -54,7 +54,8 @@ class Adapter:
     decoder: nn.Module
     layers: tuple[LayerSpec, ...]
     hidden_size: int
-    max_positions: int | None
+    max_positions: int | None  # tokens that the model can read; None for any number
+    steady_positions: int | None  # beyond these, frequencies depend on the text's length
 
     def __init__(self, model: PreTrainedModel, *, shapes_only: bool = False) -> None:
         self.model = model
@@ -64,7 +65,8 @@ class Adapter:
         untyped: Any = model
         self.decoder = untyped.get_decoder()
         self.hidden_size = int(self.config.hidden_size)
-        self.max_positions = getattr(self.config, "max_position_embeddings", None)
+        self.max_positions = readable_positions(self.config)
+        self.steady_positions = steady_positions(self.config)
         self.layers = self._find_layers()
         self._rotary = self._find_rotary()
         # Models with a rotary base of its own for each kind of layer ask which kind is meant.

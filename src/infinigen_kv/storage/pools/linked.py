@@ -45,7 +45,8 @@ class LinkedPool(Pool):
     link
         Shared with the other layers.
     resident
-        Fetched entries to keep per row and head; 0 moves every selected entry, as in the paper.
+        Fetched entries to keep per row and head, as far as there are so many; 0 moves every
+        selected entry, as in the paper.
     eviction
         What makes room in a capped home.
     sinks
@@ -95,9 +96,8 @@ class LinkedPool(Pool):
 
     @property
     def room(self) -> int:
-        if self._slots is None:
-            return self._budget
-        return max(self._budget, self._slots.capacity // LIKELY)
+        budget = min(self._budget, self._places)
+        return budget if self._slots is None else max(budget, self._slots.capacity // LIKELY)
 
     @property
     def free(self) -> int | None:
@@ -150,7 +150,7 @@ class LinkedPool(Pool):
         self.lookups.wanted += wanted
         if self._slots is not None:
             self._slots.touch(slots, meant)
-        if self._resident is None or slots.shape[2] > self._budget:
+        if self._resident is None or slots.shape[2] > self._resident.budget:
             self._fetch = self._start(slots, wanted)
             return
         places, misses = self._resident.look_up(slots, meant)
@@ -276,15 +276,23 @@ class LinkedPool(Pool):
 
     def _resident_set(self, keys: Tensor, values: Tensor) -> ResidentSet:
         """With room for the home's tokens; made for ``keys`` and ``values`` if there is none."""
-        slots = max(self._home.length, self._home.reserved)
-        if self._resident is None or self._resident.slots < slots:
-            self._resident = self._roomy(self._resident, slots, keys, values)
+        if self._resident is None or self._resident.slots < self._places:
+            self._resident = self._roomy(self._resident, self._places, keys, values)
         return self._resident
+
+    @property
+    def _places(self) -> int:
+        """Tokens per row that the home has room for."""
+        return max(self._home.length, self._home.reserved)
 
     @torch.inference_mode(False)  # what that makes may be written to outside of it later
     def _roomy(
         self, held: ResidentSet | None, slots: int, keys: Tensor, values: Tensor
     ) -> ResidentSet:
-        made = held or self._kind(keys, values, budget=self._budget, ring=RING)
-        made.reserve(slots)
-        return made
+        if held is None or held.budget < min(self._budget, slots):
+            # with more places than before; what it held is at home
+            room = slots if held is None else max(slots, held.slots * 3 // 2)
+            budget = min(self._budget, room)
+            return self._kind(keys, values, budget=budget, ring=RING, capacity=room)
+        held.reserve(slots)
+        return held
