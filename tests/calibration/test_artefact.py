@@ -16,7 +16,7 @@ from safetensors.torch import save as save_tensors
 from infinigen_kv.calibration.artefact import HEADER, TENSORS, Calibration, LayerCalibration
 from infinigen_kv.calibration.fingerprint import model_fingerprint, precision_of
 from infinigen_kv.calibration.replacing import aside_of
-from infinigen_kv.errors import CalibrationError
+from infinigen_kv.errors import CalibrationError, InfiniGenError
 from infinigen_kv.models.adapters import adapter_for
 from tiny import llama, randomise
 
@@ -232,10 +232,10 @@ def test_a_truncated_header(saved: Path, cut: int) -> None:
         Calibration.load(saved)
 
 
-@pytest.mark.parametrize("content", ["[]", "3", "null", '"text"', "{}", '{"format": 2}'])
+@pytest.mark.parametrize("content", ["[]", "3", "null", '"text"', "{}", '{"format": 1}'])
 def test_another_format(saved: Path, content: str) -> None:
     (saved / HEADER).write_text(content)
-    with pytest.raises(CalibrationError, match=r"has format .*, this version reads 1: calibrate"):
+    with pytest.raises(CalibrationError, match=r"has format .*, this version reads 2: calibrate"):
         Calibration.load(saved)
 
 
@@ -300,6 +300,30 @@ def test_a_calibration_of_another_model_is_refused() -> None:
         calibration.check_model(adapter_for(other))
     with pytest.raises(CalibrationError, match=r"another model: its hidden_size is 32, .* is 48"):
         calibration.check_model(adapter_for(llama(hidden_size=48)))
+
+
+@pytest.mark.parametrize("part", ["self_attn.v_proj", "self_attn.o_proj", "mlp.down_proj"])
+def test_a_fine_tuned_model_with_its_base_models_query_weights_is_refused(part: str) -> None:
+    base, tuned = (llama(num_hidden_layers=3) for _ in range(2))
+    with torch.no_grad():
+        tuned.get_submodule(f"model.layers.0.{part}").weight.mul_(1.1)
+    calibration = made(**model_fingerprint(adapter_for(base)))
+    with pytest.raises(
+        CalibrationError, match=r"another model: its weights_sha256 is .*; calibrate this model"
+    ):
+        calibration.check_model(adapter_for(tuned))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_broken_weight_is_seen_beside_those_that_the_fingerprint_looks_at(value: float) -> None:
+    healthy, broken = (llama(num_hidden_layers=3, intermediate_size=512) for _ in range(2))
+    weight = broken.model.layers[1].mlp.up_proj.weight
+    with torch.no_grad():
+        weight[0, 1] = value
+    fingerprint = model_fingerprint(adapter_for(healthy))
+    assert model_fingerprint(adapter_for(broken)) == fingerprint
+    with pytest.raises(InfiniGenError, match=r"weight layers\.1\.mlp\.up_proj.* contains NaN"):
+        made(**fingerprint).check_model(adapter_for(broken))
 
 
 def test_a_calibration_without_a_layer_that_the_model_needs_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -18,7 +19,12 @@ from infinigen_kv.calibration.artefact import HEADER, TENSORS, Calibration
 from infinigen_kv.calibration.collect import Collector
 from infinigen_kv.calibration.replacing import aside_of
 from infinigen_kv.calibration.run import FEWEST_TOKENS, calibrate
-from infinigen_kv.errors import InfiniGenError, InputError, UnsupportedModelError
+from infinigen_kv.errors import (
+    CalibrationError,
+    InfiniGenError,
+    InputError,
+    UnsupportedModelError,
+)
 from infinigen_kv.models.adapters import adapter_for
 from infinigen_kv.rehearsal.predictor import RIDGE
 from tiny import TINY, llama, qwen2
@@ -168,6 +174,21 @@ def test_a_damaged_cache_entry_is_made_again(
     assert Calibration.load(entry).settings == first.settings
 
 
+def test_a_cache_entry_of_an_earlier_version_is_made_again(
+    tokenizer: Any, cache_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    calibrate(llama(), tokenizer, TEXTS, **SMALL)
+    (entry,) = (cache_folder / "calibrations").iterdir()
+    header = json.loads((entry / HEADER).read_text())
+    (entry / HEADER).write_text(json.dumps({**header, "format": 1}))
+    with pytest.raises(CalibrationError, match=r"has format 1, .*: calibrate again"):
+        Calibration.load(entry)
+    with caplog.at_level(logging.WARNING):
+        calibrate(llama(), tokenizer, TEXTS, **SMALL)
+    assert "ignoring the cached calibration" in caplog.text
+    assert Calibration.load(entry).layers
+
+
 def test_a_cache_entry_is_found_whose_replacement_was_cut_off(
     tokenizer: Any, cache_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -268,10 +289,49 @@ def test_queries_whose_squares_overflow_are_a_clear_error(
 def test_a_model_that_computes_nan_is_a_clear_error(tokenizer: Any, cache_folder: Path) -> None:
     model = llama()
     with torch.no_grad():
-        model.model.layers[1].mlp.down_proj.weight[0, 0] = float("nan")
+        model.model.layers[1].mlp.down_proj.weight.fill_(3e38)  # sums of such overflow
     with pytest.raises(InfiniGenError, match="layer 2 contain NaN or infinity"):
         calibrate(model, tokenizer, TEXTS, **SMALL)
     assert not list(cache_folder.glob("calibrations/*"))
+
+
+def test_a_model_with_a_nan_does_not_get_the_calibration_of_its_healthy_twin(
+    tokenizer: Any, cache_folder: Path
+) -> None:
+    healthy, broken = llama(intermediate_size=512), llama(intermediate_size=512)
+    calibrate(healthy, tokenizer, TEXTS, **SMALL)
+    with torch.no_grad():
+        broken.model.layers[2].mlp.up_proj.weight[0, 1] = float("nan")
+    with pytest.raises(InfiniGenError, match=r"layers\.2\.mlp\.up_proj\.weight contains NaN"):
+        calibrate(broken, tokenizer, TEXTS, **SMALL)
+
+
+@pytest.mark.parametrize("part", ["self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj"])
+def test_a_fine_tuned_model_is_calibrated_on_its_own(
+    part: str, tokenizer: Any, cache_folder: Path
+) -> None:
+    tuned = llama()
+    with torch.no_grad():
+        tuned.get_submodule(f"model.layers.1.{part}").weight.mul_(1.2)
+    base = calibrate(llama(), tokenizer, TEXTS, **SMALL)
+    cached = calibrate(tuned, tokenizer, TEXTS, **SMALL)
+    fresh = calibrate(tuned, tokenizer, TEXTS, **SMALL, use_cache=False)
+    for index, layer in fresh.layers.items():
+        assert torch.equal(cached.layers[index].down, layer.down)
+    assert not torch.equal(base.layers[3].down, fresh.layers[3].down)
+
+
+def test_another_output_head_changes_no_number_of_a_calibration(tokenizer: Any) -> None:
+    """So it need not count."""
+    model = llama()
+    before = calibrate(model, tokenizer, TEXTS, **SMALL, use_cache=False)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2.0)
+    after = calibrate(model, tokenizer, TEXTS, **SMALL, use_cache=False)
+    before.check_model(adapter_for(model))
+    for index, layer in before.layers.items():
+        for name in ("down", "up", "skew"):
+            assert torch.equal(getattr(layer, name), getattr(after.layers[index], name))
 
 
 class Stop(Exception):  # noqa: N818

@@ -24,10 +24,11 @@ from infinigen_kv.calibration.tuned import Tuned
 from infinigen_kv.config import InfiniGenConfig
 from infinigen_kv.errors import CalibrationError
 from infinigen_kv.models.adapters.base import Adapter
+from infinigen_kv.models.soundness import check_weights
 from infinigen_kv.storage.config import StorageConfig
 
 CPU = torch.device("cpu")
-FORMAT = 1
+FORMAT = 2  # raised when artefacts of earlier versions can no longer be used
 TENSORS = "calibration.safetensors"
 HEADER = "calibration.json"
 
@@ -97,8 +98,13 @@ class Calibration:
         return given if self.tuned is None else self.tuned.storage(given, device)
 
     def check_model(self, adapter: Adapter) -> None:
-        """Raise `CalibrationError` unless this calibration was made for the adapter's model."""
+        """Raise `CalibrationError` unless this calibration was made for the adapter's model.
+
+        `InfiniGenError` where a weight of that is NaN or infinite: the fingerprint looks at a
+        sample of the weights only.
+        """
         check_fingerprint(adapter, self.fingerprint, self.precision)
+        check_weights(adapter)
         for spec in adapter.layers[1:]:
             if not spec.is_sliding and spec.index not in self.layers:
                 raise CalibrationError(

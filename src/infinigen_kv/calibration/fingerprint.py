@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from infinigen_kv.errors import CalibrationError
+from infinigen_kv.models.adapters import adapter_for
 from infinigen_kv.models.adapters.base import Adapter
 
 HASH = "_sha256"  # ends the names of hashes of weights
+SAMPLED = 4096  # numbers of each weight that stand for all of it, about
 
 
 def model_fingerprint(adapter: Adapter, *, dtype: torch.dtype | None = None) -> dict[str, Any]:
-    """Architecture, shapes and a hash of the query weights, as plain JSON values.
+    """Architecture, shapes, positions and hashes of the weights, as plain JSON values.
 
-    The hash is of the weights rounded to bfloat16, so that one checkpoint has one fingerprint
+    Covers all that a calibration depends on: layer i's queries, and what leads to the inputs that
+    they are predicted from, which every weight of the decoder does. Query weights are hashed whole,
+    the others by a sample (`weights_hash`). The output head does not count.
+
+    The hashes are of weights rounded to bfloat16, so that one checkpoint has one fingerprint
     whether it was loaded as float32 or bfloat16. With ``dtype``, that of the model in this type:
     float16 rounds what bfloat16 would have rounded otherwise.
     """
@@ -29,8 +37,30 @@ def model_fingerprint(adapter: Adapter, *, dtype: torch.dtype | None = None) -> 
             [spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.is_sliding]
             for spec in adapter.layers
         ],
+        "positions": _positions(adapter),
         "query_weights_sha256": _query_weight_hash(adapter, dtype),
+        "weights_sha256": weights_hash(adapter.decoder.parameters(), dtype=dtype),
     }
+
+
+def model_digest(model: PreTrainedModel) -> str:
+    """Short name of what a model computes: all its weights count, its head's included."""
+    return digest([model_fingerprint(adapter_for(model)), weights_hash(model.parameters())])
+
+
+def weights_hash(weights: Iterable[Tensor], *, dtype: torch.dtype | None = None) -> str:
+    """SHA-256 of about `SAMPLED` numbers of each weight, evenly spaced, as bfloat16.
+
+    It takes milliseconds for any size of model. A change of a share p of a weight's numbers goes
+    unseen with probability (1 - p) ** 4096: fine-tuning, merged adapters and pruning are seen,
+    single numbers are not, nor what bfloat16 rounds away. ``dtype`` as in `model_fingerprint`.
+    """
+    running = hashlib.sha256()
+    for weight in weights:
+        flat = weight.detach().reshape(-1)
+        step = max(1, flat.numel() // SAMPLED) | 1  # odd, or it might stay in a few columns
+        running.update(_rounded_bytes(flat[::step], dtype))
+    return running.hexdigest()
 
 
 def precision_of(adapter: Adapter) -> dict[str, Any]:
@@ -97,10 +127,20 @@ def _query_weight_hash(adapter: Adapter, dtype: torch.dtype | None) -> str:
         weight, bias = adapter.query_weight(spec.index)
         for tensor in (weight, bias):
             if tensor is not None:
-                loaded = tensor.detach().to("cpu", dtype)
-                rounded = loaded.to(torch.bfloat16).contiguous()
-                running.update(rounded.view(torch.int16).numpy().data)
+                running.update(_rounded_bytes(tensor.detach(), dtype))
     return running.hexdigest()
+
+
+def _rounded_bytes(weight: Tensor, dtype: torch.dtype | None) -> memoryview:
+    rounded = weight.to("cpu", dtype).to(torch.bfloat16).contiguous()
+    return rounded.view(torch.int16).numpy().data
+
+
+def _positions(adapter: Adapter) -> str | None:
+    """Digest of the rotary settings: equal weights with others make other queries."""
+    config = adapter.config
+    own = [getattr(config, name, None) for name in ("rope_parameters", "rope_theta")]
+    return digest(own) if adapter.is_rotary else None
 
 
 def _dtype_name(adapter: Adapter) -> str:

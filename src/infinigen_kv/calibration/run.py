@@ -27,7 +27,7 @@ from infinigen_kv.checks import check_integer
 from infinigen_kv.errors import CalibrationError, InfiniGenError, InputError
 from infinigen_kv.models.adapters import adapter_for
 from infinigen_kv.models.adapters.base import Adapter
-from infinigen_kv.models.soundness import check_known
+from infinigen_kv.models.soundness import check_known, check_weights
 from infinigen_kv.paths import cache_dir
 from infinigen_kv.progress import Progress, no_progress
 from infinigen_kv.rehearsal.predictor import fit_correction
@@ -85,13 +85,14 @@ def calibrate(
     UnsupportedModelError
         If the model's family has no adapter.
     InfiniGenError
-        If the model computes NaN or infinity.
+        If the model has weights of NaN or infinity, or computes them.
     """
     adapter = adapter_for(model)
     if isinstance(texts, str):
         texts = [texts]
     sample = list(texts) if texts is not None else calibration_texts()
     settings = _settings(sample, tokens, window, rank, adapter)
+    check_weights(adapter)
     fingerprint = model_fingerprint(adapter)
     folder = cached_folder(fingerprint, settings)
     if use_cache and (found := _cached(folder)) is not None:

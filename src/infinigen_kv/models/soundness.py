@@ -1,7 +1,8 @@
-"""A model that computes NaN is refused: figures of what it says would look like figures."""
+"""A model that computes NaN is refused: what it says, and figures of that, would look right."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -28,6 +29,19 @@ def check_known(ids: Tensor, model: PreTrainedModel) -> None:
         )
 
 
+def check_weights(adapter: Adapter) -> None:
+    """Raise `InfiniGenError` if a weight of the model's decoder is NaN or infinite.
+
+    Reads each of them once, as a decode step does.
+    """
+    for name, weight in adapter.decoder.named_parameters():
+        if weight.numel() == 0 or not weight.is_floating_point() or weight.itemsize == 1:
+            continue
+        extremes = torch.stack(weight.detach().aminmax())  # NaN where any number is
+        if not bool(extremes.isfinite().all()):
+            raise _unsound(f"weight {name}", "contains")
+
+
 def read_window(adapter: Adapter, window: Tensor) -> None:
     """Let the model's decoder read ``window`` ``(n,)``, for those who look into it meanwhile.
 
@@ -41,8 +55,8 @@ def read_window(adapter: Adapter, window: Tensor) -> None:
         raise _unsound("hidden states")
 
 
-def _unsound(what: str) -> InfiniGenError:
+def _unsound(what: str, verb: str = "contain") -> InfiniGenError:
     return InfiniGenError(
-        f"the model's {what} contain NaN or infinity, so it cannot be measured; check the model's "
+        f"the model's {what} {verb} NaN or infinity, so it cannot be used; check the model's "
         "weights and dtype (float16 may overflow where bfloat16 does not)"
     )

@@ -11,11 +11,10 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from infinigen_kv.calibration.artefact import Calibration
-from infinigen_kv.calibration.fingerprint import digest, model_fingerprint
+from infinigen_kv.calibration.fingerprint import digest, model_digest
 from infinigen_kv.checks import check_integer
 from infinigen_kv.config import InfiniGenConfig
 from infinigen_kv.errors import InputError
-from infinigen_kv.models.adapters import adapter_for
 from infinigen_kv.policies.registry import cache_plan, check_policy
 from infinigen_kv.policies.settings import BUDGET
 from infinigen_kv.progress import Progress, no_progress
@@ -58,7 +57,7 @@ class Subject:
     budget: float = BUDGET
     """Share of the cached tokens for the policies with a fixed budget."""
     identity: str | None = None
-    """What `identity_of` says of the model, where that is known: it reads many weights."""
+    """What `model_digest` says of the model, where that is known: it reads many weights."""
 
     def reader(self, session: Session, policy: str) -> Reader:
         """Reads texts of one sample."""
@@ -69,18 +68,13 @@ class Subject:
         made = self.calibration
         return {
             "version": version("infinigen-kv"),
-            "model": self.identity or identity_of(self.model),
+            "model": self.identity or model_digest(self.model),
             "dtype": str(self.model.dtype).removeprefix("torch."),
             "calibration": None if made is None else digest(dict(made.settings)),
             "config": asdict(config),
             "storage": asdict(self.storage),
             "budget": self.budget,
         }
-
-
-def identity_of(model: PreTrainedModel) -> str:
-    """Short name of a model by its weights."""
-    return digest(model_fingerprint(adapter_for(model)))
 
 
 def evaluate(

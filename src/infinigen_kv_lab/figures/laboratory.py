@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from infinigen_kv.calibration.artefact import Calibration, calibration_digest
-from infinigen_kv.calibration.fingerprint import digest, model_fingerprint
+from infinigen_kv.calibration.fingerprint import model_digest, model_fingerprint
 from infinigen_kv.errors import InfiniGenError, InputError
 from infinigen_kv.files import Result
 from infinigen_kv.kernels.finding import find_kernels
@@ -99,7 +99,7 @@ class Laboratory:
             ids = self.ids(subject)
             self._about[key] = {
                 "version": version("infinigen-kv"),
-                "model": digest(model_fingerprint(adapter_for(model))),
+                "model": model_digest(model),
                 "dtype": str(model.dtype).removeprefix("torch."),
                 "calibration": calibration_digest(subject.calibration),
                 "text": prompt_digest(ids)[:16],

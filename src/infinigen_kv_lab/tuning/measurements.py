@@ -16,15 +16,13 @@ import torch
 from transformers import PreTrainedModel
 
 from infinigen_kv.calibration.artefact import Calibration
-from infinigen_kv.calibration.fingerprint import digest, model_fingerprint
+from infinigen_kv.calibration.fingerprint import digest, model_digest
 from infinigen_kv.files import PointStore, plain
 from infinigen_kv.kernels.finding import find_kernels
-from infinigen_kv.models.adapters import adapter_for
 from infinigen_kv.paths import cache_dir
 from infinigen_kv_lab.tuning.windows import Window
 
 FORMAT = 1  # raised when earlier results no longer mean the same
-SAMPLED = 4096  # numbers of each weight that stand for all of it
 
 T = TypeVar("T")
 
@@ -139,8 +137,7 @@ def dependencies(model: PreTrainedModel, calibration: Calibration) -> dict[str, 
     """What every measurement of a model depends on beside its own settings."""
     return {
         "version": version("infinigen-kv"),
-        "model": digest(model_fingerprint(adapter_for(model))),
-        "weights": _weights_digest(model),
+        "model": model_digest(model),
         "calibration": _calibration_digest(calibration),
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": model.device.type,
@@ -156,16 +153,6 @@ def window_digest(window: Window) -> dict[str, Any]:
 
 def _sum(values: Mapping[str, Any]) -> str:
     return sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
-
-
-def _weights_digest(model: PreTrainedModel) -> str:
-    """Of numbers from all weights: a fine-tuned model may have the query weights of its base."""
-    running = sha256()
-    for weight in model.parameters():
-        flat = weight.detach().flatten()
-        sample = flat[:: max(1, flat.numel() // SAMPLED)].contiguous().cpu()
-        running.update(sample.view(torch.uint8).numpy().data)
-    return running.hexdigest()[:16]
 
 
 def _calibration_digest(calibration: Calibration) -> str:

@@ -143,7 +143,7 @@ def test_other_settings_are_measured(
 def test_results_depend_on_model_calibration_and_type() -> None:
     other = TINY["llama"]().eval()
     with torch.no_grad():
-        other.model.layers[-1].mlp.up_proj.weight.mul_(1.01)  # the fingerprint does not see it
+        other.model.layers[-1].mlp.up_proj.weight.mul_(1.01)
     fine = replace(CALIBRATION, settings={**CALIBRATION.settings, "rank": 5})
     layer = CALIBRATION.layers[2]
     nudged = {**CALIBRATION.layers, 2: replace(layer, up=layer.up * 1.01)}

@@ -9,10 +9,11 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from infinigen_kv.calibration.artefact import Calibration
+from infinigen_kv.calibration.fingerprint import model_digest
 from infinigen_kv.models.adapters import adapter_for
 from infinigen_kv.progress import Progress, no_progress
 from infinigen_kv_lab.evals.registry import make_task
-from infinigen_kv_lab.evals.run import Subject, evaluate, identity_of, samples_kept
+from infinigen_kv_lab.evals.run import Subject, evaluate, samples_kept
 from infinigen_kv_lab.evals.skewing import without_skew
 from infinigen_kv_lab.evals.store import PointKey, PointStore
 from infinigen_kv_lab.evals.task import Inputs, Sample, Task, TaskOptions
@@ -53,7 +54,7 @@ class AccuracyLaboratory:
         self._tokenizer = tokenizer
         self._calibration = calibration
         self._data = data
-        self._identity = identity_of(model)
+        self._identity = model_digest(model)
         self._store = PointStore(points)
         self._fresh_store = FreshStore(points)
         self._tasks: dict[tuple[str, TaskOptions], Task] = {}
