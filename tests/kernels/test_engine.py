@@ -24,6 +24,7 @@ from infinigen_kv.attention.entries import Entries
 from infinigen_kv.cache.cache import InfiniGenCache
 from infinigen_kv.kernels.native.kernels import NativeKernels
 from linking import apart
+from waiting import PATIENCE
 
 PROMPT, LENGTH = 40, 44
 STORAGE: dict[str, dict[str, Any] | None] = {
@@ -168,7 +169,7 @@ def test_two_kernels_compute_at_the_same_time() -> None:
     def work(problem: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
         query, keys, values = problem
         kernels = NativeKernels()
-        start.wait(20)
+        start.wait(PATIENCE)
         return [
             kernels.attend(
                 query,

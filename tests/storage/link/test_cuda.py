@@ -37,6 +37,7 @@ from infinigen_kv.storage.link.lane import Lane
 from infinigen_kv.storage.link.staging import StagingRing
 from infinigen_kv.storage.storage import Storage
 from late_streams import LateStreams, late_lane, pretend_cuda, pretend_to_pin
+from waiting import PATIENCE
 
 ROWS, HEADS, ENTRY = 2, 3, 10
 FAST = "emulated:1000"
@@ -444,7 +445,7 @@ def test_triton_gather_equals_index_select() -> None:
         env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=PATIENCE,
         check=False,
     )
     assert result.stdout == "equal\n", result.stderr
