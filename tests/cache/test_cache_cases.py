@@ -388,7 +388,7 @@ def test_turns_in_and_out_of_inference_mode(
             model(ids[:, PROMPT : PROMPT + 1], cache=cache)
         actual = feed(model, cache, ids, None, slice(PROMPT + 1, PROMPT + 2))
         assert_close(actual, expected[:, -1:], atol=1e-4, rtol=1e-4)
-        feed(model, cache, ids, None, slice(PROMPT + 2, LENGTH))
+        feed(model, cache, ids, None, slice(PROMPT + 2, LENGTH - 1))
         assert generate(model, ids, cache, new=2).shape == (1, 2)
 
 

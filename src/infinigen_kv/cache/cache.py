@@ -173,11 +173,16 @@ class InfiniGenCache(CacheStatistics):
 
     def reset(self) -> None:
         """Empty the cache; also makes an interrupted one usable again."""
+        self.restart()
+        self._phase.reset()
+
+    def restart(self) -> None:
+        """Empty the cache for its text to be read anew; drafts that were announced still follow."""
         if self._step is not None:
             self._close_step(finished=False)
         super().reset()
         self._interrupted = False
-        self._phase.reset()
+        self._phase.cropped(0)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest ``-tokens_to_remove`` tokens; a positive one is the length to keep."""

@@ -8,6 +8,8 @@ from typing import Protocol
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+CACHE_NAMES = ("cache", "past_key_values", "layer_past")  # in a forward, by release and family
+
 
 class Owner(Protocol):
     """What a cache was made by, and works with: a session."""

@@ -17,6 +17,7 @@ from infinigen_kv.cache.cache import InfiniGenCache
 from infinigen_kv.calibration import Calibration
 from infinigen_kv.config import InfiniGenConfig
 from infinigen_kv.errors import CacheStateError, InputError
+from infinigen_kv.given_cache import keep_given_caches
 from infinigen_kv.kernels.base import KernelsName, find_kernels
 from infinigen_kv.models.adapters import adapter_for
 from infinigen_kv.models.adapters.base import Adapter
@@ -253,6 +254,7 @@ def attach(
         raise CacheStateError("the model is attached already: leave that `with` block first")
     with ExitStack() as undo:
         undo.callback(session.close)
+        keep_given_caches(model, session.adapter.rereads_after, undo)
         set_attention(model, undo)
         add_hooks(session, undo)
         yield session

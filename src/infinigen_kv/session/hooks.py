@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from infinigen_kv.attention.dense import dense_attention
-from infinigen_kv.cache.contract import Attending, EngineCache
+from infinigen_kv.cache.contract import CACHE_NAMES, Attending, EngineCache
 from infinigen_kv.cache.faults import device_error
 from infinigen_kv.cache.masks import decoder_mask
 from infinigen_kv.errors import CacheStateError, InputError
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from infinigen_kv.session.attach import Session
 
 ATTENTION = "infinigen_kv"
-CACHE_NAMES = ("cache", "past_key_values", "layer_past")  # by release and family
 
 
 def set_attention(model: PreTrainedModel, undo: ExitStack) -> None:
@@ -97,6 +96,12 @@ def _begin_forward(
         raise CacheStateError(
             "this cache was made for another model or an earlier attach: make one with "
             "session.new_cache() of the session that is attached now"
+        )
+    if kwargs.get("use_cache") is False:
+        raise InputError(
+            "use_cache=False goes with no cache: every step would read the whole text again. "
+            "Leave it out, or set use_cache=True where it comes from (the arguments, or the "
+            "generation config)"
         )
     shown = kwargs.get("inputs_embeds")
     shown = kwargs.get("input_ids") if shown is None else shown

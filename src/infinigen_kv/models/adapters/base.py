@@ -74,6 +74,13 @@ class Adapter:
 
     # What the engine calls
 
+    @property
+    def rereads_after(self) -> int | None:
+        """Positions after which the model's `prepare_inputs_for_generation` drops a cache and has
+        the whole text read anew; None for never.
+        """
+        return None
+
     def query_weight(self, index: int) -> tuple[Tensor, Tensor | None]:
         """Query projection of a layer.
 

@@ -16,6 +16,11 @@ class Phi3Adapter(Adapter):
     family = "phi3"
     model_types = ("phi3",)
 
+    @property
+    def rereads_after(self) -> int | None:
+        """See `Adapter.rereads_after`: there it turns from short rotary factors to long ones."""
+        return getattr(self.config, "original_max_position_embeddings", None)
+
     def query_weight(self, index: int) -> tuple[Tensor, Tensor | None]:
         """See `Adapter.query_weight`: a view of the fused projection's first rows."""
         spec = self.layers[index]
