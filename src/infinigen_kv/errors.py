@@ -21,6 +21,10 @@ class CacheStateError(InfiniGenError, RuntimeError):
     """A cache was used where it cannot be: outside ``attach``, with another model or batch."""
 
 
+class SettingLeftOut(UserWarning):
+    """A setting of the user's model has no effect while it is attached."""
+
+
 class DeviceError(InfiniGenError, RuntimeError):
     """The device that held a cache stopped working, and what was on it is lost."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import shutil
 from pathlib import Path
 
@@ -30,6 +31,29 @@ def test_full_cache_streams_the_models_own_text(run: Run, model_folder: Path) ->
     assert result.exit_code == 0
     assert result.stdout.rstrip("\n") == greedy(PROMPT, 20).rstrip("\n")
     assert "full cache" in result.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "value"),
+    [
+        ("generation_config.json", "cache_implementation", "static"),
+        ("generation_config.json", "use_cache", False),
+        ("config.json", "use_cache", False),
+    ],
+)
+def test_what_a_checkpoint_says_of_caches_is_left_out_with_a_note(
+    run: Run, model_folder: Path, tmp_path: Path, file: str, name: str, value: object
+) -> None:
+    folder = shutil.copytree(model_folder, tmp_path / "opinionated")
+    if file == "config.json":  # from which the missing file is made
+        (folder / "generation_config.json").unlink()
+    settings = json.loads((folder / file).read_text())
+    (folder / file).write_text(json.dumps({**settings, name: value}))
+    result = run("generate", folder, "--prompt", PROMPT, "--full", "--max-new-tokens", 20)
+    assert result.exit_code == 0
+    assert result.stdout.rstrip("\n") == greedy(PROMPT, 20).rstrip("\n")
+    (note,) = (line for line in result.stderr.splitlines() if name in line)
+    assert note.startswith(f"note: the model's generation config has {name}={value!r}")
 
 
 def test_full_cache_needs_no_calibration(run: Run, model_folder: Path, tmp_path: Path) -> None:

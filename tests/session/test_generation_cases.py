@@ -323,6 +323,13 @@ def test_facade_generates_what_the_model_does(facade: LanguageModel) -> None:
     assert 0 < facade.generate(prompt, max_new_tokens=6).fetched_share < 0.5
 
 
+@pytest.mark.parametrize("name", ["cache", "past_key_values", "cache_implementation"])
+def test_facade_refuses_another_cache(facade: LanguageModel, name: str) -> None:
+    another = "static" if name == "cache_implementation" else DynamicCache()
+    with pytest.raises(InputError, match=f"{name} is not valid"):
+        facade.generate("5 6 7", max_new_tokens=2, **{name: another})
+
+
 @pytest.mark.parametrize(("prompt", "new"), [(500, 13), (513, 1), (1, 512)])
 def test_prompt_and_new_tokens_beyond_the_positions(
     facade: LanguageModel, prompt: int, new: int

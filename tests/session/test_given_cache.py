@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -12,9 +14,10 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 import tiny
-from calibrating import calibrate_tiny, selecting, tokens
+from calibrating import calibrate_tiny, feed, selecting, tokens
 from infinigen_kv import CacheStateError, InputError, attach
 from infinigen_kv.cache.forward import cache_argument
+from infinigen_kv.cache.recorder import FetchRecorder
 
 ORIGINAL = 64  # positions with short rotary factors
 
@@ -34,6 +37,22 @@ def long_phi3() -> PreTrainedModel:
             "original_max_position_embeddings": ORIGINAL,
         },
     )
+
+
+def preparing(model: PreTrainedModel, replaced: Callable[[Tensor, Any], Any]) -> PreTrainedModel:
+    """A model whose `prepare_inputs_for_generation` goes on with another cache, or with None."""
+
+    class Preparing(type(model)):  # type: ignore[misc]
+        def prepare_inputs_for_generation(
+            self, input_ids: Tensor, cache: Any = None, **kwargs: Any
+        ) -> Any:
+            left = replaced(input_ids, cache)
+            if left is None:
+                kwargs["next_sequence_length"] = None
+            return super().prepare_inputs_for_generation(input_ids, cache=left, **kwargs)
+
+    model.__class__ = Preparing
+    return model
 
 
 def generate(model: PreTrainedModel, ids: Tensor, cache: Any, **options: Any) -> Tensor:
@@ -64,19 +83,96 @@ def test_a_second_turn_across_the_switch() -> None:
     assert torch.equal(found, generate(model, ids, DynamicCache(config=model.config)))
 
 
-def test_any_other_model_that_drops_the_cache_is_told() -> None:
-    model, ids = tiny.llama(), tokens(1, 20)
-
-    class Forgetful(type(model)):  # type: ignore[misc]
-        def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
-            return super().prepare_inputs_for_generation(*args, **{**kwargs, "cache": None})
-
-    model.__class__ = Forgetful
+@pytest.mark.parametrize("length", [ORIGINAL - 7, ORIGINAL - 4, ORIGINAL - 1])
+def test_the_switch_while_drafts_are_verified(length: int) -> None:
+    """As Transformers does it: a draft may turn the switch before its text would."""
+    model, ids = long_phi3(), tokens(1, length // 3).repeat(1, 3)
+    options = {"prompt_lookup_num_tokens": 4}
+    expected = generate(model, ids, DynamicCache(config=model.config), **options)
     with attach(model) as session:
         cache = session.new_cache(policy="stream")
-        with pytest.raises(CacheStateError, match="has dropped it"):
+        assert torch.equal(generate(model, ids, cache, **options), expected)
+        assert cache.get_seq_length() == ids.shape[1] + 11
+
+
+def test_drafts_select_after_the_switch() -> None:
+    model, ids = long_phi3(), tokens(1, 20).repeat(1, 3)
+    with attach(model, calibrate_tiny(model), selecting()) as session:
+        cache = session.new_cache()
+        generate(model, ids, cache, prompt_lookup_num_tokens=4, max_new_tokens=6)
+        assert cache.get_seq_length() > ORIGINAL
+        cache.recorder = FetchRecorder()
+        feed(model, cache, tokens(1, 3), None, slice(0, 3))
+        assert 0 < cache.recorder.fetched_share(first_layer=1) < 0.5
+
+
+def test_a_turn_in_pieces_across_the_switch_is_told() -> None:
+    """Its first piece would be read without the tokens before it."""
+    model, ids = long_phi3(), tokens(1, 200)
+    with attach(model) as session:
+        cache = session.new_cache(policy="stream")
+        generate(model, ids[:, :40], cache, max_new_tokens=4)
+        with pytest.raises(CacheStateError, match=r"cache of 43 tokens.* next 80 tokens"):
+            generate(model, ids, cache, prefill_chunk_size=80)
+        assert cache.get_seq_length() == 43
+
+
+DROPPING: Mapping[str, Callable[[Tensor, Any], Any]] = {
+    "dropped": lambda ids, cache: None,
+    "replaced": lambda ids, cache: cache if type(cache) is DynamicCache else DynamicCache(),
+}
+
+
+@pytest.mark.parametrize("kind", DROPPING)
+def test_any_other_model_that_does_not_keep_the_cache_is_told(kind: str) -> None:
+    model, ids = preparing(tiny.llama(), DROPPING[kind]), tokens(1, 20)
+    with attach(model) as session:
+        cache = session.new_cache(policy="stream")
+        with pytest.raises(CacheStateError, match=r"cache of 0 tokens.* next 20 tokens"):
             generate(model, ids, cache)
         assert cache.get_seq_length() == 0
+
+
+def test_a_model_that_drops_the_cache_midway_is_told() -> None:
+    model, ids = tiny.llama(), tokens(1, 20)
+    preparing(model, lambda ids, cache: cache if ids.shape[1] != 24 else None)
+    with attach(model) as session:
+        cache = session.new_cache(policy="stream")
+        with pytest.raises(CacheStateError, match=r"cache of 23 tokens.* next 24 tokens"):
+            generate(model, ids, cache)
+        assert cache.get_seq_length() == 23
+
+
+def test_a_plain_forward_leaves_a_given_cache_alone() -> None:
+    """Even one that looks like the text read anew: as long as what is held and a token more."""
+    model, ids = long_phi3(), tokens(1, ORIGINAL + 1, seed=3)
+    with torch.no_grad():
+        expected = model(ids, use_cache=True).logits
+        with attach(model) as session:
+            cache = session.new_cache(policy="stream")
+            generate(model, tokens(1, ORIGINAL - 4), cache, max_new_tokens=5)
+            torch.testing.assert_close(model(ids, use_cache=True).logits, expected)
+            assert cache.get_seq_length() == ORIGINAL
+
+
+def test_a_plain_forward_after_a_generate_that_failed() -> None:
+    model, ids = tiny.llama(), tokens(1, 20)
+    with torch.no_grad(), attach(model) as session:
+        cache = session.new_cache(policy="stream")
+        with pytest.raises(ValueError, match="tokenizer"):
+            generate(model, ids, cache, stop_strings=["x"])  # told after it has taken the cache
+        model(ids, use_cache=True)
+        model.generate(ids, do_sample=False, max_new_tokens=2)
+        generate(model, ids, cache)
+        assert cache.get_seq_length() == 31
+
+
+def test_the_model_and_its_copies_are_as_before() -> None:
+    model = tiny.llama()
+    with attach(model):
+        copied = deepcopy(model)
+        assert copied.prepare_inputs_for_generation.__self__ is copied
+    assert "prepare_inputs_for_generation" not in vars(model)
 
 
 def test_a_forward_without_a_cache_stays_plain() -> None:
@@ -136,6 +232,35 @@ def test_a_prompt_that_the_cache_holds_already(padding: int) -> None:
         more = generate(model, answer, cache, attention_mask=longer)
         assert more.shape[1] == answer.shape[1] + 12
         assert cache.get_seq_length() == answer.shape[1] + 11
+
+
+@pytest.mark.parametrize("family", tiny.TINY)
+@pytest.mark.parametrize(
+    "options", [{}, {"prefill_chunk_size": 16}, {"prompt_lookup_num_tokens": 3}]
+)
+def test_the_same_call_twice(family: str, options: Any) -> None:
+    model, ids = tiny.TINY[family](), tokens(1, 12)
+    with attach(model) as session:
+        cache = session.new_cache(policy="stream")
+        generate(model, ids, cache, max_new_tokens=4, **options)
+        with pytest.raises(CacheStateError, match="the cache holds 15 tokens"):
+            generate(model, ids, cache, max_new_tokens=4, **options)
+        assert cache.get_seq_length() == 15
+
+
+@pytest.mark.parametrize("length", [3, 15])  # the cache holds as many or more
+@pytest.mark.parametrize("given", ["ids", "embeddings"])
+def test_new_tokens_alone_without_a_mask_of_all(length: int, given: str) -> None:
+    """`generate` takes them for the whole text."""
+    model, new = tiny.llama(), tokens(1, length, seed=1)
+    inputs = {"ids": new, "embeddings": model.get_input_embeddings()(new)}[given]
+    name = {"ids": "inputs", "embeddings": "inputs_embeds"}[given]
+    with attach(model) as session:
+        cache = session.new_cache(policy="stream")
+        generate(model, tokens(1, 12), cache, max_new_tokens=4)
+        with pytest.raises(CacheStateError, match="the cache holds 15 tokens"):
+            model.generate(**{name: inputs}, cache=cache, max_new_tokens=4)
+        assert cache.get_seq_length() == 15
 
 
 def test_new_tokens_alone_go_with_a_mask_of_all() -> None:

@@ -68,19 +68,7 @@ class InfiniGenCache(CacheStatistics):
         self._thread: threading.Thread | None = None
         self._interrupted = False
         self._lost = False
-        self._given = False
         self._phase = Phase()
-
-    @property
-    def _is_user_defined(self) -> bool:
-        """Set by Transformers' `generate` on a cache that it is given, before it reads anything."""
-        return self._given
-
-    @_is_user_defined.setter
-    def _is_user_defined(self, given: bool) -> None:
-        self._given = given
-        if given:
-            self.owner.cache_given(self)
 
     @property
     def is_interrupted(self) -> bool:
@@ -186,11 +174,16 @@ class InfiniGenCache(CacheStatistics):
 
     def reset(self) -> None:
         """Empty the cache; also makes an interrupted one usable again."""
+        self.restart()
+        self._phase.reset()
+
+    def restart(self) -> None:
+        """Empty the cache for its text to be read anew; drafts that were announced still follow."""
         if self._step is not None:
             self._close_step(finished=False)
         super().reset()
         self._interrupted = False
-        self._phase.reset()
+        self._phase.cropped(0)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest ``-tokens_to_remove`` tokens; a positive one is the length to keep."""

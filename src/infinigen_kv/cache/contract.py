@@ -14,6 +14,8 @@ from transformers.cache_utils import Cache
 from infinigen_kv.errors import CacheStateError
 from infinigen_kv.models.adapters.base import Adapter
 
+CACHE_NAMES = ("cache", "past_key_values", "layer_past")  # in a forward, by release and family
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -48,9 +50,6 @@ class Owner(Protocol):
 
     def check_length(self, tokens: int) -> None:
         """Raise `InputError` if the model has fewer positions than ``tokens``."""
-
-    def cache_given(self, cache: EngineCache) -> None:
-        """`generate` was called with this cache, and has read nothing yet."""
 
 
 class Attending(Protocol):

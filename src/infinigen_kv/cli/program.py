@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
-from infinigen_kv.errors import CacheStateError, InfiniGenError
+from infinigen_kv.errors import CacheStateError, InfiniGenError, SettingLeftOut
 
 DEBUG_VARIABLE = "INFINIGEN_KV_DEBUG"
 
@@ -51,9 +53,10 @@ class Program(TyperGroup):
         sys.exit(code or 0)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the subcommand; errors become exit codes."""
+        """Run the subcommand; errors become exit codes, and settings left out become notes."""
         try:
-            return super().invoke(ctx)
+            with _notes():
+                return super().invoke(ctx)
         except KeyboardInterrupt:
             _say("interrupted")
             raise typer.Exit(INTERRUPTED) from None
@@ -61,6 +64,24 @@ class Program(TyperGroup):
             raise
         except Exception as error:  # noqa: BLE001 - the outermost handler of the program
             raise typer.Exit(_report(ctx, error)) from None
+
+
+@contextmanager
+def _notes() -> Iterator[None]:
+    """Say each setting that is left out once and on one line, not with the code that warned."""
+    with warnings.catch_warnings():
+        shown = warnings.showwarning
+        notes: set[str] = set()
+
+        def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+            if not issubclass(category, SettingLeftOut):
+                shown(message, category, *where, **more)
+            elif str(message) not in notes:
+                notes.add(str(message))
+                _say(f"note: {message}")
+
+        warnings.showwarning = show
+        yield
 
 
 def _drop_stdout() -> None:

@@ -13,7 +13,7 @@ from infinigen_kv.batching.batch import InfiniGenBatch
 from infinigen_kv.batching.ragged import check_rotary
 from infinigen_kv.cache.blueprint import CacheBlueprint
 from infinigen_kv.cache.cache import InfiniGenCache
-from infinigen_kv.cache.contract import EngineCache, ProcessBound
+from infinigen_kv.cache.contract import ProcessBound
 from infinigen_kv.calibration.artefact import Calibration
 from infinigen_kv.checks import check_integer
 from infinigen_kv.config import InfiniGenConfig
@@ -24,7 +24,7 @@ from infinigen_kv.models.adapters.base import Adapter
 from infinigen_kv.policies.registry import POLICIES, cache_plan, check_policy
 from infinigen_kv.policies.settings import BUDGET, PolicySettings
 from infinigen_kv.session.attached_attention import is_attached
-from infinigen_kv.session.given_cache import GivenCache, use_given_caches
+from infinigen_kv.session.given_cache import keep_given_caches
 from infinigen_kv.session.hooks import add_hooks, set_attention
 from infinigen_kv.storage.config import StorageConfig
 
@@ -46,7 +46,6 @@ class Session(ProcessBound):
         self.storage = storage
         self.adapter: Adapter = adapter_for(model)
         self.closed = False
-        self.given_cache = GivenCache(self.adapter.rereads_after)
         self._holders: weakref.WeakSet[InfiniGenCache | InfiniGenBatch] = weakref.WeakSet()
         self._calibration = calibration
 
@@ -150,10 +149,6 @@ class Session(ProcessBound):
                 f"{tokens} tokens (prompt and new ones) are more than the model's {limit} "
                 "positions: shorten the prompt or generate fewer tokens"
             )
-
-    def cache_given(self, cache: EngineCache) -> None:
-        """`generate` was called with this cache, and has read nothing yet."""
-        self.given_cache.note(cache)
 
     def _check_open(self) -> None:
         if self.closed:
@@ -261,7 +256,7 @@ def attach(
         raise CacheStateError("the model is attached already: leave that `with` block first")
     with ExitStack() as undo:
         undo.callback(session.close)
-        use_given_caches(model, undo)
+        keep_given_caches(model, session.adapter.rereads_after, undo)
         set_attention(session, undo)
         add_hooks(session, undo)
         yield session

@@ -1,132 +1,149 @@
-"""Whether `generate` uses the cache that it was given, as it was meant: else it is told at once.
+"""A cache that `generate` is given is used as it was meant, or refused.
 
-Transformers' `generate` feeds the whole text again where a cache is not to be used, models may drop
-a cache while they prepare their inputs, and a text that is in the cache already is fed a second
-time. None of that is an error there; each would cost the user a wrong text or all that a cache is
-for.
+Models may drop a cache, or put another in its place, while they prepare their inputs, and
+Transformers feeds a text that is in the cache already a second time. None of that is an error
+there; each would cost the user a wrong text, or all that a cache is for.
 """
 
 from __future__ import annotations
 
+import inspect
 import warnings
-import weakref
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import update_wrapper
 from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from infinigen_kv.cache.contract import EngineCache
-from infinigen_kv.errors import CacheStateError, InputError
+from infinigen_kv.cache.cache import InfiniGenCache
+from infinigen_kv.cache.contract import CACHE_NAMES
+from infinigen_kv.errors import CacheStateError, SettingLeftOut
+
+PREPARE = "prepare_inputs_for_generation"
 
 
-class GivenCache:
-    """The cache that the latest `generate` of a session was given.
+class InputPreparation:
+    """A model's `prepare_inputs_for_generation` that keeps the cache that it is given.
+
+    The one place where both can be seen, for every forward of `generate` and for no other.
 
     Parameters
     ----------
+    model
+        The model.
     rereads_after
         Positions after which the model reads its text anew without the cache
         (`Adapter.rereads_after`), or None.
     """
 
-    def __init__(self, rereads_after: int | None) -> None:
+    def __init__(self, model: PreTrainedModel, rereads_after: int | None) -> None:
+        self._model = model
         self._rereads_after = rereads_after
-        self._cache: weakref.ref[EngineCache] | None = None
-        self._starting = False
+        self._prepare: Callable[..., dict[str, Any]] = getattr(model, PREPARE)
+        self._signature = inspect.signature(self._prepare)
+        update_wrapper(self, self._prepare)  # generate asks for the parameters
 
-    def note(self, cache: EngineCache) -> None:
-        """`generate` was called with it; nothing has been read yet."""
-        self._cache = weakref.ref(cache)
-        self._starting = True
-
-    def check_used(self, cache: EngineCache, kwargs: dict[str, Any], shown: Tensor) -> None:
-        """A forward is about to use ``cache``.
-
-        Parameters
-        ----------
-        kwargs
-            Of the decoder.
-        shown
-            Its token ids or embeddings, ``(B, Q, ...)``.
-
-        Raises
-        ------
-        InputError
-            If the cache is not to be used.
-        CacheStateError
-            If the first tokens of a `generate` are held by the cache already.
-        """
-        if kwargs.get("use_cache") is False:
-            raise InputError(
-                "use_cache=False goes with no cache: every step would read the whole text again. "
-                "Leave it out, or set model.generation_config.use_cache (in the checkpoint's "
-                "generation_config.json or config.json) to true"
-            )
-        starting, self._starting = self._starting, False
-        held = cache.get_seq_length()
-        if not starting or held == 0:
-            return
-        text = _text_length(kwargs, held + shown.shape[1])
-        if text < held + shown.shape[1]:
-            raise CacheStateError(
-                f"the cache holds {held} tokens, and the text given to generate has {text}, so "
-                "that nothing in it is new: give the text so far with new tokens after it, go back "
-                "with cache.crop(tokens), or use an empty cache"
-            )
-
-    def dropped(self, kwargs: dict[str, Any], shown: Tensor) -> EngineCache | None:
-        """A forward is about to run without any cache: the one that `generate` was given, where the
-        model has dropped it to read its text anew, emptied for that.
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Inputs of the next forward.
 
         Raises
         ------
         CacheStateError
-            If the model has dropped it for another reason.
+            If the model does not use the cache, or nothing in the text is new to it.
         """
-        cache = None if self._cache is None else self._cache()
-        if cache is None or kwargs.get("use_cache") is not True:
-            return None
-        held, tokens = cache.get_seq_length(), shown.shape[1]
+        inputs = self._prepare(*args, **kwargs)
+        given = {**self._signature.bind_partial(*args).arguments, **kwargs}
+        for name in CACHE_NAMES:
+            cache = given.get(name)
+            if not isinstance(cache, InfiniGenCache):
+                continue
+            is_used = inputs.get(name) is cache
+            if not is_used:
+                self._take_back(inputs, cache)
+                inputs[name] = cache
+            elif given.get("is_first_iteration"):
+                _check_new(inputs, cache)
+        return inputs
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._model, PREPARE)  # the copy of a model gets its own, plain one
+
+    def _take_back(self, inputs: Mapping[str, Any], cache: InfiniGenCache) -> None:
+        """The model has dropped the cache: make it fit to be used all the same.
+
+        It does where the model drops it to read the whole text with other rotary factors.
+        """
+        held, tokens = cache.get_seq_length(), _new_tokens(inputs)
         limit = self._rereads_after
-        if limit is not None and tokens > limit >= held and (self._starting or tokens == held + 1):
-            self._starting = False
-            if held:
-                cache.reset()
-            return cache
-        if self._starting:
+        rereads = limit is not None and held <= limit < tokens
+        if not rereads or _text_length(inputs, tokens) != tokens:
             raise CacheStateError(
-                "generate was given a cache, but the model's prepare_inputs_for_generation has "
-                "dropped it, so that nothing would be selected: use a shorter prompt, or generate "
-                "without the cache"
+                f"generate was given a cache of {held} tokens, but the model's {PREPARE} does not "
+                f"use it for the next {tokens} tokens, so that nothing would be selected: give an "
+                "empty cache and the whole text without prefill_chunk_size, use a shorter text, or "
+                "generate without the cache"
             )
-        return None
+        if held:
+            cache.restart()
 
 
-def _text_length(kwargs: dict[str, Any], otherwise: int) -> int:
-    """Tokens of the longest row, padding included, as generate sees it: by its mask, or by the
-    positions that it counts.
+def _check_new(inputs: Mapping[str, Any], cache: InfiniGenCache) -> None:
+    """That the text which `generate` was called with goes on where the cache ends."""
+    held, tokens = cache.get_seq_length(), _new_tokens(inputs)
+    if held and _text_length(inputs, tokens, held + tokens) < held + tokens:
+        raise CacheStateError(
+            f"the cache holds {held} tokens, and the text given to generate has none after them: "
+            "give the text so far with new tokens after it, or new tokens alone with an "
+            "attention_mask of all; else go back with cache.crop(tokens), or use an empty cache"
+        )
+
+
+def _new_tokens(inputs: Mapping[str, Any]) -> int:
+    """Tokens that the forward reads, per row."""
+    shown = inputs.get("inputs_embeds")
+    return int((inputs["input_ids"] if shown is None else shown).shape[1])
+
+
+def _text_length(inputs: Mapping[str, Any], tokens: int, otherwise: int = 0) -> int:
+    """Tokens of the longest row up to the forward's last one, padding included, as generate counts
+    them: by its mask, or by the positions; 0 where these end before its ``tokens``.
     """
-    mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
-    if mask is not None:
+    mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
+    if isinstance(mask, Tensor):
         return int(mask.shape[-1])
-    return otherwise if positions is None else int(positions.max()) + 1
+    if positions is None:
+        return otherwise
+    return int(positions.max()) + 1 if positions.shape[-1] >= max(tokens, 1) else 0
 
 
-def use_given_caches(model: PreTrainedModel, undo: ExitStack) -> None:
-    """Let `generate` use the cache that it is given, whatever the checkpoint says of caches.
+def keep_given_caches(model: PreTrainedModel, rereads_after: int | None, undo: ExitStack) -> None:
+    """Let `generate` use the cache that it is given, whatever model and checkpoint do with caches.
 
-    A warning names each setting of the model's generation config that is left out until ``undo``.
+    Until ``undo``. A warning names each setting of the model's generation config that is left out.
     """
-    config = model.generation_config
-    for name, wanted in (("use_cache", True), ("cache_implementation", None)):
-        found = getattr(config, name, wanted)
-        if found == wanted or (name == "use_cache" and found is not False):
+    if not model.can_generate():
+        return
+    _leave_out_settings(model.generation_config, undo)
+    before = vars(model).get(PREPARE)
+    preparation = InputPreparation(model, rereads_after)
+    undo.callback(vars(model).pop, PREPARE)
+    if before is not None:
+        undo.callback(setattr, model, PREPARE, before)
+    setattr(model, PREPARE, preparation)
+
+
+def _leave_out_settings(config: Any, undo: ExitStack) -> None:
+    for name, neutral in (("use_cache", True), ("cache_implementation", None)):
+        setting = getattr(config, name, None)
+        if setting is None or setting == neutral:
             continue
         warnings.warn(
-            f"the model's generation config has {name}={found!r}, which does not go with a cache "
+            f"the model's generation config has {name}={setting!r}, which does not go with a cache "
             "that generate is given: it is left out while the model is attached",
-            stacklevel=4,
+            SettingLeftOut,
+            stacklevel=5,
         )
-        setattr(config, name, wanted)
-        undo.callback(setattr, config, name, found)
+        undo.callback(setattr, config, name, setting)
+        setattr(config, name, neutral)

@@ -6,29 +6,19 @@ import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from infinigen_kv.attention.dense import dense_attention
-from infinigen_kv.cache.contract import Attending, EngineCache, Owner, opaque
+from infinigen_kv.cache.contract import CACHE_NAMES, Attending, EngineCache, Owner, opaque
 from infinigen_kv.cache.faults import device_error
-from infinigen_kv.cache.forward import cache_argument
 from infinigen_kv.cache.masks import decoder_mask
 from infinigen_kv.errors import CacheStateError, InputError
 from infinigen_kv.models.soundness import check_known
 from infinigen_kv.session.attached_attention import ATTENTION, AttachedAttention
-from infinigen_kv.session.given_cache import GivenCache
-
-CACHE_NAMES = ("cache", "past_key_values", "layer_past")  # by release and family
-
-
-class AttachedModel(Owner, Protocol):
-    """A session."""
-
-    given_cache: GivenCache
 
 
 class SessionHook:
@@ -50,7 +40,7 @@ def no_hook(*seen: Any) -> None:
     """What a copied model has in place of a hook."""
 
 
-def set_attention(session: AttachedModel, undo: ExitStack) -> None:
+def set_attention(session: Owner, undo: ExitStack) -> None:
     """Route the model's attention here, and its masks to booleans."""
     AttentionInterface.register(ATTENTION, infinigen_attention)
     AttentionMaskInterface.register(ATTENTION, decoder_mask)
@@ -60,13 +50,13 @@ def set_attention(session: AttachedModel, undo: ExitStack) -> None:
     session.model.set_attn_implementation(name)
 
 
-def _unset_attention(session: AttachedModel, name: AttachedAttention) -> None:
+def _unset_attention(session: Owner, name: AttachedAttention) -> None:
     name.decoders[:] = [each for each in name.decoders if each is not session.adapter.decoder]
     if not name.decoders:
         session.model.set_attn_implementation(name.before)
 
 
-def add_hooks(session: AttachedModel, undo: ExitStack) -> None:
+def add_hooks(session: Owner, undo: ExitStack) -> None:
     """Hook the decoder and the attention of every layer."""
     decoder = session.adapter.decoder
     # each on its own line: one that cannot be added must not leave an earlier one behind
@@ -113,8 +103,8 @@ def infinigen_attention(
 
 
 def _begin_forward(
-    session: AttachedModel, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    session: Owner, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     """Before the decoder runs: tell the cache what is coming."""
     named = _by_name(decoder, args, kwargs)
     shown = named.get("inputs_embeds")
@@ -126,13 +116,15 @@ def _begin_forward(
             "whole matrix of weights: leave it out, or ask outside of the `with` block"
         )
     cache = _find_cache(named)
-    dropped = None
-    alone = all(named.get(name) is None for name in CACHE_NAMES)  # an assistant has its own
-    if alone and shown is not None:
-        cache = dropped = session.given_cache.dropped(named, shown)
     if cache is None:
-        return None
+        return
     _check_ours(session, cache)
+    if named.get("use_cache") is False:
+        raise InputError(
+            "use_cache=False goes with no cache: every step would read the whole text again. "
+            "Leave it out, or set use_cache=True where it comes from (the arguments, or the "
+            "generation config)"
+        )
     if shown is None or shown.shape[1] == 0:
         raise InputError("the prompt is empty: give at least one token")
     rows, queries = shown.shape[:2]
@@ -141,7 +133,6 @@ def _begin_forward(
         session.check_length(queries)
         if named.get("input_ids") is not None:
             check_known(named["input_ids"], session.model)
-    session.given_cache.check_used(cache, named, shown)
     positions = named.get("position_ids")
     if positions is None:
         positions = torch.arange(start, start + queries, device=shown.device)[None]
@@ -151,12 +142,9 @@ def _begin_forward(
         attention_mask=named.get("attention_mask"),
         position_ids=positions,
     )
-    if dropped is None:
-        return None
-    return args, {**kwargs, cache_argument(decoder): dropped}
 
 
-def _check_ours(session: AttachedModel, cache: EngineCache) -> None:
+def _check_ours(session: Owner, cache: EngineCache) -> None:
     if cache.owner is not session:
         raise CacheStateError(
             "this cache was made for another model or an earlier attach: make one with "
@@ -170,7 +158,7 @@ def _check_ours(session: AttachedModel, cache: EngineCache) -> None:
 
 
 def _attention_input(
-    session: AttachedModel,
+    session: Owner,
     index: int,
     module: nn.Module,
     args: tuple[Any, ...],

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
+from infinigen_kv.cache.contract import CACHE_NAMES
 from infinigen_kv.cache.forward import cache_argument, piece_length
 from infinigen_kv.cache.recorder import FetchRecorder
 from infinigen_kv.calibration.artefact import Calibration
@@ -131,9 +132,10 @@ class LanguageModel:
         ------
         InputError
             If the prompt is empty or too long, ``max_new_tokens`` or ``prompt_chunk`` below 1, or
-            the run needs more memory than there is.
+            the run needs more memory than there is; if ``options`` name a cache.
         """
         check_integer("max_new_tokens", max_new_tokens, 1)
+        _check_options(options)
         ids = self.encode(prompt, chat=chat)
         started = time.perf_counter()
         with attach(self.model, self.calibration, self.config, self.storage) as session:
@@ -217,6 +219,16 @@ def load(
     loaded = load_model(name, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
     made = calibration or calibrate(loaded.model, loaded.tokenizer, progress=progress)
     return LanguageModel(loaded, made, config, storage)
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    """That they leave the cache to this package."""
+    for name in (*CACHE_NAMES, "cache_implementation"):
+        if options.get(name) is not None:
+            raise InputError(
+                f"{name} is not valid here: generate makes a cache of its own, as config and "
+                "storage say. For another one, use model.generate of an attached model"
+            )
 
 
 def _generate(
