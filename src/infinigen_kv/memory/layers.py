@@ -15,7 +15,7 @@ from torch import Tensor
 
 from infinigen_kv.memory.geometry import LayerGeometry
 from infinigen_kv.memory.request import PlanRequest
-from infinigen_kv.policies.entry import CachePlan, PolicyShape
+from infinigen_kv.policies.entry import CachePlan, PolicyBytes, PolicyShape
 from infinigen_kv.policies.settings import PolicySettings
 from infinigen_kv.storage.home_kinds.base import HomeShape
 from infinigen_kv.storage.homes.buffer import TokenBuffer
@@ -160,6 +160,8 @@ class LayerPlanner:
         slot_maps = 0
         if storage.capacity is not None:  # `SlotMap`: position and rank of every slot
             slot_maps = self.request.rows * 2 * INDEX * self.slots
+            if self.slots >= self.request.prompt_tokens:  # and the ranks at the prompt's end
+                slot_maps += self.request.rows * INDEX * self.request.prompt_tokens
         resident = self._resident(layer)
         return planned + LayerBytes(resident=resident, side=self._side(layer), host=slot_maps)
 
@@ -188,10 +190,16 @@ class LayerPlanner:
         return nbytes
 
     def _selecting(self, layer: LayerGeometry) -> LayerBytes:
+        held = self.policy_bytes(layer)
+        return LayerBytes(
+            partial_keys=held.partial_keys, state=held.state, rehearsal=held.rehearsal
+        )
+
+    def policy_bytes(self, layer: LayerGeometry) -> PolicyBytes:
         """What the layer's policy says that it will hold."""
         request, geometry = self.request, self.request.geometry
         assert self.cache.selecting is not None
-        held = self.cache.selecting.planned(
+        return self.cache.selecting.planned(
             PolicyShape(
                 rows=request.rows,
                 heads=layer.num_heads,
@@ -201,6 +209,7 @@ class LayerPlanner:
                 dtype=geometry.dtype,
                 context=request.context,
                 prompt_tokens=request.prompt_tokens,
+                chunk=request.chunk,
                 slots=self.slots,
                 rank=request.rank,
                 copied_query=layer.copied_query,
@@ -208,7 +217,4 @@ class LayerPlanner:
                 config=self.cache.config,
                 settings=PolicySettings(budget=request.budget),
             )
-        )
-        return LayerBytes(
-            partial_keys=held.partial_keys, state=held.state, rehearsal=held.rehearsal
         )

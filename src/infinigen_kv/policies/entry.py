@@ -47,8 +47,8 @@ class PolicyShape:
         B, H, H_kv, D and M.
     dtype
         Of keys and values.
-    context, prompt_tokens
-        Tokens per row in all, and how many of them are prompt.
+    context, prompt_tokens, chunk
+        Tokens per row in all, how many of them are prompt, and those of its longest forward.
     slots
         Tokens per row that the home has room for.
     rank
@@ -69,6 +69,7 @@ class PolicyShape:
     dtype: torch.dtype
     context: int
     prompt_tokens: int
+    chunk: int
     slots: int
     rank: int
     copied_query: int
@@ -95,12 +96,14 @@ class PolicyShape:
 @dataclass(frozen=True, slots=True)
 class PolicyBytes:
     """Bytes on the device: ``partial_keys`` and ``state`` are what `Policy.nbytes` counts,
-    ``rehearsal`` what is held to fit and to predict with.
+    ``rehearsal`` what is held to fit and to predict with, ``prefill`` what is held beyond that
+    while a prompt is read.
     """
 
     partial_keys: int = 0
     state: int = 0
     rehearsal: int = 0
+    prefill: int = 0
 
 
 @dataclass(frozen=True, slots=True)

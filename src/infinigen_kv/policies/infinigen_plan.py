@@ -6,15 +6,23 @@ which have shapes but no memory: so their rules of growth and rounding are in on
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields
 
 import torch
 from torch import Tensor
 
 from infinigen_kv.policies.entry import PolicyBytes, PolicyShape
+from infinigen_kv.rehearsal.checkpoints import KEPT
 from infinigen_kv.rehearsal.partial_keys import PartialKeys
-from infinigen_kv.rehearsal.recent import MOST
-from infinigen_kv.rehearsal.statistics import Magnitudes, Moments, Projection
+from infinigen_kv.rehearsal.recent import LEAST, MOST
+from infinigen_kv.rehearsal.statistics import (
+    TOKEN_BLOCK,
+    Magnitudes,
+    Moments,
+    Projection,
+    PromptStatistics,
+)
 from infinigen_kv.rehearsal.tail import ValueMap
 
 META = torch.device("meta")
@@ -27,25 +35,43 @@ def infinigen_bytes(shape: PolicyShape) -> PolicyBytes:
     if shape.config.rehearsal == "paper":
         skew = _numbers(shape.kv_heads, shape.head_dim, shape.head_dim)
         # on a CPU the skew is the calibration's own
-        sums = _held_bytes(Magnitudes.start(keys, skew))
-        sums -= skew.nbytes if shape.shares_memory else 0
+        statistics: PromptStatistics = Magnitudes.start(keys, skew)
+        sums = _held_bytes(statistics) - (skew.nbytes if shape.shares_memory else 0)
     else:
-        sums = _held_bytes(Moments.start(keys, keys if shape.config.tail else None))
+        statistics = Moments.start(keys, keys if shape.config.tail else None)
+        sums = _held_bytes(statistics)
         # `QueryPredictor`: down and up
         corrected += shape.rank * (shape.hidden_size + 1 + shape.heads * shape.head_dim)
     projection = _projection(shape)
-    sums += _held_bytes(projection)
-    waiting = _waiting(shape) if shape.config.refit_every else 0
+    sums += _held_bytes(projection) + _checkpoints(shape) * statistics.query_sums.nbytes
+    recent = _recent(shape)
+    more = max(0, min(shape.chunk, MOST) - recent)  # at the end of the prompt
+    waiting = _waiting(shape, recent)
     return PolicyBytes(
         partial_keys=_partial_keys(shape, projection),
         rehearsal=sums + (corrected + waiting) * shape.dtype.itemsize,
+        prefill=_waiting(shape, more) * shape.dtype.itemsize,
     )
 
 
-def _waiting(shape: PolicyShape) -> int:
-    """Numbers of `RecentTokens`: queries, keys and values."""
-    tokens = shape.rows * min(shape.new_tokens, MOST)
-    return tokens * (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+def _waiting(shape: PolicyShape, tokens: int) -> int:
+    """Numbers of so many `RecentTokens`: queries, keys and values."""
+    return shape.rows * tokens * (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+
+
+def _recent(shape: PolicyShape) -> int:
+    """Tokens that wait to be summed while others are decoded."""
+    prompt = shape.prompt_tokens
+    if not shape.config.refit_every:
+        return min(prompt, LEAST)
+    return min(MOST, shape.new_tokens + (prompt if prompt < MOST else LEAST))
+
+
+def _checkpoints(shape: PolicyShape) -> int:
+    """Lengths of the prompt at which `RunningStatistics` keeps the queries' sums."""
+    forwards = math.ceil(shape.prompt_tokens / shape.chunk)
+    blocks = math.ceil(max(1, shape.chunk - MOST) / TOKEN_BLOCK)
+    return min(KEPT, forwards * blocks)
 
 
 def _projection(shape: PolicyShape) -> Projection:

@@ -46,6 +46,8 @@ def no_state(shape: PolicyShape) -> PolicyBytes:
 
 
 def survivor_bytes(shape: PolicyShape, fact_bytes: int) -> PolicyBytes:
-    """Of an `EvictingPolicy`: facts of all tokens at first, later a position of each survivor."""
-    per_token = EVICTING_STATES * (fact_bytes + torch.long.itemsize)
+    """Of an `EvictingPolicy`: facts of all tokens at first, later a position of each survivor;
+    and the facts of all at the prompt's end, which outlast them.
+    """
+    per_token = EVICTING_STATES * (fact_bytes + torch.long.itemsize) + fact_bytes
     return PolicyBytes(state=per_token * shape.entries)
