@@ -244,6 +244,43 @@ def test_padding_is_forgotten_with_the_tokens(llama: tuple[Any, Calibration]) ->
     assert torch.equal(actual, expected)
 
 
+@pytest.mark.parametrize("evict", EVICTIONS)
+@pytest.mark.parametrize("ended", ["crop", "interrupt"])
+@pytest.mark.parametrize("padding", [(0, 0), (0, 7)])
+def test_what_was_taken_back_evicts_nothing_later(
+    llama: tuple[Any, Calibration], evict: Eviction, ended: str, padding: tuple[int, int]
+) -> None:
+    """Nor does what it fetched: a cropped turn, and a step that failed half way."""
+    model, _ = llama
+    ids, mask = left_padded(tokens(2, 90), padding)
+    other, turn = tokens(2, 90, seed=3), 30
+    storage = StorageConfig(capacity=60, evict=evict, resident_layers=(0,))
+    with attach(*llama, selecting()) as session:
+        used, fresh = (session.new_cache(storage=storage, tokens=60) for _ in range(2))
+        for each in (used, fresh):
+            fed(model, each, ids, mask, cuts(turn))
+        if ended == "crop":
+            fed(model, used, other, mask, cuts(turn, 10, *[1] * 15)[1:])
+            used.crop(turn)
+        else:
+            hook = model.model.layers[2].mlp.register_forward_pre_hook(_fail)
+            with pytest.raises(KeyboardInterrupt):
+                feed(model, used, other, mask, slice(turn, turn + 1))
+            hook.remove()
+        pieces = cuts(turn, 12, *[1] * 48)[1:]
+        actual, expected = (fed(model, each, ids, mask, pieces) for each in (used, fresh))
+        held = [
+            [layer.pool.positions.sort().values.tolist() for layer in each.offloaded[1:]]
+            for each in (used, fresh)
+        ]
+    assert held[0] == held[1]
+    assert_close(actual, expected, **CLOSE)
+
+
+def _fail(*arguments: Any) -> None:
+    raise KeyboardInterrupt
+
+
 # What a step chooses from.
 
 

@@ -188,7 +188,7 @@ class OffloadedLayer(CacheLayerMixin):
         all_keys, all_values, slots = pool.extend(keys, values)
         self.policy.observe(query, keys, values, step, pool, slots)
         if step.may_end_prompt:
-            self.policy.finish_prompt(all_keys, step, slots)
+            self.policy.finish_prompt(all_keys, all_values, step, slots)
         picked = None
         if step.selecting and step.queries > 1:
             picked = self.policy.select(step, pool)

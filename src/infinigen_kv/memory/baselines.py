@@ -27,7 +27,8 @@ def policy_state(policy: str, layer: LayerGeometry, request: PlanRequest) -> int
     }
     per_token = 0.0
     if policy in evicting:
-        per_token = STATES * (evicting[policy] + long)
+        # and the facts of all tokens at the prompt's end, which outlast them
+        per_token = STATES * (evicting[policy] + long) + evicting[policy]
     elif policy == "quest":  # the least and the largest numbers of every page
         per_token = GROWTH * 2 * key / settings.page_tokens
     elif policy == "oracle":  # all keys

@@ -17,9 +17,16 @@ from infinigen_kv.memory.baselines import policy_state
 from infinigen_kv.memory.geometry import LayerGeometry
 from infinigen_kv.memory.request import PlanRequest
 from infinigen_kv.policies.registry import CachePlan
+from infinigen_kv.rehearsal.checkpoints import KEPT
 from infinigen_kv.rehearsal.partial_keys import PartialKeys
-from infinigen_kv.rehearsal.recent import MOST
-from infinigen_kv.rehearsal.statistics import Magnitudes, Moments, Projection
+from infinigen_kv.rehearsal.recent import LEAST, MOST
+from infinigen_kv.rehearsal.statistics import (
+    TOKEN_BLOCK,
+    Magnitudes,
+    Moments,
+    Projection,
+    PromptStatistics,
+)
 from infinigen_kv.rehearsal.tail import ValueMap
 from infinigen_kv.storage.homes.buffer import TokenBuffer
 from infinigen_kv.storage.homes.codec import Codec, EntryShape, codec_by_name
@@ -170,6 +177,8 @@ class LayerPlanner:
             resident = kept.nbytes
         if storage.capacity is not None:  # `SlotMap`: position and rank of every slot
             host += self.request.rows * 2 * INDEX * self.slots
+            if self.slots >= self.request.prompt_tokens:  # and the ranks at the prompt's end
+                host += self.request.rows * INDEX * self.request.prompt_tokens
         return LayerBytes(home=home, resident=resident, side=self._side(layer), host=host)
 
     def _paged(self, layer: LayerGeometry) -> LayerBytes:
@@ -203,25 +212,48 @@ class LayerPlanner:
                 layer.num_kv_heads, layer.head_dim, layer.head_dim, dtype=torch.float32, device=META
             )
             # on a CPU the skew is the calibration's own
-            statistics = _held(Magnitudes.start(keys, skew))
+            sums: PromptStatistics = Magnitudes.start(keys, skew)
+            statistics = _held(sums)
             statistics -= skew.nbytes if self.request.unified else 0
         else:
-            statistics = _held(Moments.start(keys, keys if config.tail else None))
+            sums = Moments.start(keys, keys if config.tail else None)
+            statistics = _held(sums)
             # `QueryPredictor`: down and up
             hidden, query = self.request.geometry.hidden_size, layer.num_heads * layer.head_dim
             corrected += self.request.rank * (hidden + 1 + query)
         projection = self._projection(layer)
-        statistics += _held(projection)
-        waiting = self._waiting(layer) if config.refit_every else 0
+        statistics += _held(projection) + self._checkpoints * sums.query_sums.nbytes
+        waiting = self._waiting(layer, self._recent)
         return LayerBytes(
             partial_keys=self._partial_keys(layer, projection),
             rehearsal=statistics + (corrected + waiting) * dtype.itemsize,
         )
 
-    def _waiting(self, layer: LayerGeometry) -> int:
-        """Numbers of `RecentTokens`: queries, keys and values."""
-        tokens = self.request.rows * min(self.request.new_tokens, MOST)
-        return tokens * (layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim
+    def waiting_more(self, layer: LayerGeometry) -> int:
+        """Bytes of `RecentTokens` at the end of the prompt, beyond those that always wait."""
+        more = min(self.request.chunk, MOST) - self._recent
+        dtype = self.request.geometry.dtype
+        return self._waiting(layer, max(0, more)) * dtype.itemsize if self.cache.rehearses else 0
+
+    def _waiting(self, layer: LayerGeometry, tokens: int) -> int:
+        """Numbers of so many `RecentTokens`: queries, keys and values."""
+        width = (layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim
+        return self.request.rows * tokens * width
+
+    @property
+    def _recent(self) -> int:
+        """Tokens that wait to be summed while others are decoded."""
+        prompt, new = self.request.prompt_tokens, self.request.new_tokens
+        if not self.cache.config.refit_every:
+            return min(prompt, LEAST)
+        return min(MOST, new + (prompt if prompt < MOST else LEAST))
+
+    @property
+    def _checkpoints(self) -> int:
+        """Lengths of the prompt at which `RunningStatistics` keeps the queries' sums."""
+        forwards = math.ceil(self.request.prompt_tokens / self.request.chunk)
+        blocks = math.ceil(max(1, self.request.chunk - MOST) / TOKEN_BLOCK)
+        return min(KEPT, forwards * blocks)
 
     def _projection(self, layer: LayerGeometry) -> Projection:
         rows, heads, dim = self.request.rows, layer.num_kv_heads, layer.head_dim

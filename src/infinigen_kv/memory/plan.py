@@ -169,7 +169,8 @@ def _plan_cache(request: PlanRequest, policy: str) -> _Planned:
         cache=bytes_of,
         home="disk" if cache.paged or cache.storage.home == "disk" else "host",
         staging=workspace.staging(bytes_of.home_bytes),
-        prefill=workspace.prefill(),
+        prefill=workspace.prefill()
+        + sum(planner.waiting_more(each) for each in layers if each.index in speculated),
         decode=workspace.decode(),
     )
 

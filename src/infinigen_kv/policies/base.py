@@ -70,11 +70,12 @@ class Policy:
         where that is None.
         """
 
-    def finish_prompt(self, keys: Tensor, step: Step, slots: Tensor | None) -> None:
+    def finish_prompt(self, keys: Tensor, values: Tensor, step: Step, slots: Tensor | None) -> None:
         """Called after `observe` with what may be a prompt's last tokens (`Step.may_end_prompt`).
 
-        ``keys`` ``(B, H_kv, T, D)`` are all there are by now, the new ones last and untouched by
-        any codec. They are on the device, which later only the pool can do again.
+        ``keys`` ``(B, H_kv, T, D)`` and ``values`` ``(B, H_kv, T, D_v)`` are all there are by now,
+        the new ones last and untouched by any codec. They are on the device, which later only the
+        pool can do again.
         """
 
     def select(self, step: Step, pool: Pool) -> Selection | None:
@@ -119,7 +120,7 @@ class Policy:
         return 0
 
     def truncate(self, length: int) -> None:
-        """The tokens from ``length`` on were removed."""
+        """The tokens from ``length`` on were removed: go on as if they had never come."""
 
     def take_rows(self, index: Tensor) -> None:
         """The batch became the rows ``index`` ``(n,)`` of itself."""

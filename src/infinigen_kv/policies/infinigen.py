@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from copy import copy
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,9 +16,10 @@ from infinigen_kv.policies.candidates import HeldCandidates
 from infinigen_kv.policies.rehearsal_layer import RehearsalLayer
 from infinigen_kv.policies.step import Step
 from infinigen_kv.rehearsal.partial_keys import PartialKeys
-from infinigen_kv.rehearsal.recent import MOST, DecodedTokens, RecentTokens
+from infinigen_kv.rehearsal.recent import SeenTokens
+from infinigen_kv.rehearsal.running import RunningStatistics
 from infinigen_kv.rehearsal.select import Candidates, Selection, choose, likely_tokens
-from infinigen_kv.rehearsal.statistics import Magnitudes, Moments, Projection, PromptStatistics
+from infinigen_kv.rehearsal.statistics import Moments, Projection, PromptStatistics
 from infinigen_kv.rehearsal.tail import Tail, ValueMap
 from infinigen_kv.storage.pools.pool import Pool
 
@@ -30,7 +32,8 @@ class InfiniGenPolicy(Policy):
     Prompt statistics grow while the layer attends in full. Where a prompt ends they become a
     `Projection`, and all keys, which pass through the device just then, partial keys. Where nobody
     said how long the prompt is and it came in pieces, and where tokens have lost their places, the
-    first step that selects does that, with the keys that the pool returns.
+    first step that selects does that, with the keys that the pool returns. So does the first one
+    after tokens were taken back that the last fit knew.
     """
 
     def __init__(self, layer: RehearsalLayer, config: InfiniGenConfig, kernels: Kernels) -> None:
@@ -40,21 +43,29 @@ class InfiniGenPolicy(Policy):
         self._forget()
 
     def _forget(self) -> None:
-        self._statistics: PromptStatistics | None = None
+        # no method of this object: a dropped cache must go at once, not with the garbage
+        self._running = RunningStatistics(partial(self._layer.sums, tail=self._config.tail))
+        self._forget_fit()
+
+    def _forget_fit(self) -> None:
         self._partial_keys: PartialKeys | None = None
         self._value_map: ValueMap | None = None
         self._allowed: Tensor | None = None
+        self._pending_query: Tensor | None = None
+        self._known = 0  # tokens until the last of those that the fit was made from
+        self._covered = 0  # tokens that the partial keys have followed
+        self._outdate()
+
+    def _outdate(self) -> None:
+        """The partial keys are behind: fit again when selection resumes."""
         self._fitted: tuple[bool, ...] = ()
         self._next_fit: tuple[int, ...] = ()  # tokens held, padding included, that call for another
-        self._recent = RecentTokens()
-        self._pending_query: Tensor | None = None
 
     def __copy__(self) -> InfiniGenPolicy:
         """One that goes its own way: what this one learns later, it does not."""
         other = InfiniGenPolicy(self._layer, self._config, self._kernels)
         other.__dict__.update(self.__dict__)
-        other._statistics, other._partial_keys = copy(self._statistics), copy(self._partial_keys)
-        other._recent = self._recent.copy()
+        other._running, other._partial_keys = copy(self._running), copy(self._partial_keys)
         return other
 
     @property
@@ -66,8 +77,10 @@ class InfiniGenPolicy(Policy):
         return self._layer.predict_query(hidden, step)
 
     def rehearse(self, query: Tensor, step: Step, pool: Pool) -> Selection | None:
+        if self._covered != step.start:
+            self._outdate()
         if self._next_fit and step.start >= min(self._next_fit):
-            self._refit(step.start)
+            self._refit(step, pool)
         if step.queries > 1:
             self._pending_query = query
             return None
@@ -93,19 +106,23 @@ class InfiniGenPolicy(Policy):
         pool: Pool,
         slots: Tensor | None,
     ) -> None:
+        seen = SeenTokens.of(query, keys, values, step, step.new_weight)
         if not step.selecting:
-            self._accumulate(query, keys, values, step, step.new_weight)
-            self._fitted = ()  # the partial keys are behind: fit again when selection resumes
-            self._next_fit = ()
+            self._running.add(seen)
             return
-        if step.some_query_is_exact:
-            self._accumulate(query, keys, values, step, step.exact_weight)
+        exact = seen.weighing(step.exact_weight) if step.some_query_is_exact else None
         # among several queries those that select learn from the exact ones before them
-        fitted = step.queries > 1 and self._fit(step, pool)
-        if self._next_fit:
-            self._learn(query, keys, values, step)
-        if fitted:
-            return
+        fitted = step.queries > 1 and self._fit(step, pool, exact)
+        learned = seen if self._next_fit else exact
+        if learned is None:
+            self._running.pause()
+        else:
+            self._running.add(learned)
+        if not fitted:
+            self._append(keys, slots)
+        self._covered = step.start + step.queries
+
+    def _append(self, keys: Tensor, slots: Tensor | None) -> None:
         assert self._partial_keys is not None
         if slots is not None:
             self._partial_keys.write(slots, keys)
@@ -116,21 +133,26 @@ class InfiniGenPolicy(Policy):
 
     @torch.inference_mode(False)  # what is fitted may be used outside of it later
     @torch.no_grad()
-    def finish_prompt(self, keys: Tensor, step: Step, slots: Tensor | None) -> None:
+    def finish_prompt(self, keys: Tensor, values: Tensor, step: Step, slots: Tensor | None) -> None:
         """Fit while the prompt's keys pass through the device; tokens that follow undo that."""
+        held = step.start + step.queries
+        if keys.shape[2] == held:
+            self._running.complete(keys, values, step.visible)
         if step.start > 0 and (step.prompt_ends is None or slots is not None):
             return  # more may come, or the order of the keys is not that of the slots
         long = step.length_after >= self._config.min_context
         if not bool(long.any()):
             return
-        assert self._statistics is not None
-        projection = self._statistics.projection(self._config.partial_dim(keys.shape[3]))
+        statistics = self._running.total()
+        projection = statistics.projection(self._config.partial_dim(keys.shape[3]))
         self._partial_keys = PartialKeys(keys, projection, empty=slots is not None)
         if slots is not None:  # the pool has dropped some of these tokens
             self._partial_keys.write(slots, keys)
-        self._value_map = self._fit_values(projection)
+        self._value_map = self._fit_values(projection, statistics)
         self._fitted = tuple(long.expand(step.rows).tolist())
-        self._plan_fits(self._fitted, [step.start + step.queries] * step.rows)
+        self._known = self._covered = held
+        self._next_fit = ()
+        self._plan_fits(self._fitted, [held] * step.rows, statistics)
 
     def select(self, step: Step, pool: Pool) -> Selection | None:
         query, self._pending_query = self._pending_query, None
@@ -143,13 +165,8 @@ class InfiniGenPolicy(Policy):
             return None
         assert self._partial_keys is not None
         allowed = None if self._allowed is None else self._allowed.flatten(1)
-        return Tail(
-            self._partial_keys,
-            self._value_map,
-            selection.index.squeeze(2),
-            selection.counts,
-            allowed,
-        )
+        index = selection.index.squeeze(2)
+        return Tail(self._partial_keys, self._value_map, index, selection.counts, allowed)
 
     def tails(self) -> tuple[PartialKeys, ValueMap] | None:
         if self._value_map is None or self._partial_keys is None:
@@ -164,15 +181,16 @@ class InfiniGenPolicy(Policy):
     def truncate(self, length: int) -> None:
         if length == 0:
             self._forget()
+            return
+        self._running.truncate(length)
+        if length < self._known:
+            self._forget_fit()
         elif self._partial_keys is not None:
-            self._recent.drop(self._partial_keys.length - length)
             self._partial_keys.truncate(length)
-            latest = length + self._config.refit_every
-            self._next_fit = tuple(min(each, latest) for each in self._next_fit)
+            self._covered = min(self._covered, length)
 
     def take_rows(self, index: Tensor) -> None:
-        if self._statistics is not None:
-            self._statistics = self._statistics.rows(index.to(self._statistics.device))
+        self._running.take_rows(index)
         if self._partial_keys is not None:
             self._partial_keys.take_rows(index)
         if self._value_map is not None:
@@ -180,52 +198,22 @@ class InfiniGenPolicy(Policy):
         rows = index.tolist()
         self._fitted = tuple(self._fitted[row] for row in rows) if self._fitted else ()
         self._next_fit = tuple(self._next_fit[row] for row in rows) if self._next_fit else ()
-        self._recent = self._recent.rows(index)
 
     def until_refit(self, length: int) -> int | None:
         if self._config.refit_every == 0:
             return None
         # without a fit, the first step that selects makes one
-        return max(1, min(self._next_fit, default=self._config.min_context) - length)
+        planned = self._next_fit if self._covered == length else ()
+        return max(1, min(planned, default=self._config.min_context) - length)
 
-    def _accumulate(
-        self, query: Tensor, keys: Tensor, values: Tensor, step: Step, weight: Tensor | None
+    def _plan_fits(
+        self, rows: tuple[bool, ...], lengths: list[int], statistics: PromptStatistics
     ) -> None:
-        if weight is not None:
-            weight = weight.to(keys.device)
-        if self._statistics is None:
-            self._statistics = self._empty_statistics(keys, values)
-        self._recent.move_into(self._statistics)
-        self._statistics.observe(query, keys, step.before.to(keys.device), weight, values)
-
-    def _empty_statistics(self, keys: Tensor, values: Tensor) -> PromptStatistics:
-        if self._layer.skew is not None:
-            return Magnitudes.start(keys, self._layer.skew)
-        return Moments.start(keys, values if self._config.tail else None)
-
-    def _learn(self, query: Tensor, keys: Tensor, values: Tensor, step: Step) -> None:
-        """Let the sums follow the tokens that select."""
-        weight = step.new_weight
-        if step.some_query_is_exact:
-            selecting = (~step.exact_queries).float()
-            weight = selecting.expand(step.rows, -1) if weight is None else weight * selecting
-        if step.queries > MOST:
-            self._accumulate(query, keys, values, step, weight)
-            return
-        if self._recent.is_full:  # by now nobody takes them back
-            assert self._statistics is not None
-            self._recent.move_into(self._statistics)
-        if weight is not None:
-            weight = weight.to(keys.device)
-        before = step.before.to(keys.device)
-        self._recent.add(DecodedTokens(query, keys, values, before, weight))
-
-    def _plan_fits(self, rows: tuple[bool, ...], lengths: list[int]) -> None:
         """These rows were fitted when they held so many tokens, padding included."""
         every = self._config.refit_every
-        if not isinstance(self._statistics, Moments) or every == 0:
+        if not isinstance(statistics, Moments) or every == 0:
             return
-        known = self._statistics.count.flatten().tolist()
+        known = statistics.count.flatten().tolist()
         before = self._next_fit or (NEVER,) * len(rows)
         self._next_fit = tuple(
             length + min(every, max(1, int(count))) if fitted else old
@@ -234,25 +222,28 @@ class InfiniGenPolicy(Policy):
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _refit(self, length: int) -> None:
+    def _refit(self, step: Step, pool: Pool) -> None:
         """Choose the partial dimensions anew of the rows that have grown enough since.
 
         Those of the prompt fit less and less what comes later. The partial keys are turned into the
         new ones, see `PartialKeys.refitted`, so that no key has to be moved.
         """
-        moments, partial = self._statistics, self._partial_keys
-        if partial is None or not isinstance(moments, Moments):
-            return
-        self._recent.move_into(moments)
-        due = tuple(length >= each for each in self._next_fit)
+        if self._running.missing:
+            self._running.complete(*pool.all(), step.visible, pool.positions)
+        moments, partial_keys = self._running.total(), self._partial_keys
+        assert partial_keys is not None and isinstance(moments, Moments)
+        due = tuple(step.start >= each for each in self._next_fit)
         keep = torch.tensor([not each for each in due], device=moments.device)
-        self._partial_keys = partial.refitted(moments, keep)
-        self._value_map = self._fit_values(self._partial_keys.projection, keep)
-        self._plan_fits(due, [length] * len(due))
+        self._partial_keys = partial_keys.refitted(moments, keep)
+        self._value_map = self._fit_values(self._partial_keys.projection, moments, keep)
+        self._known = step.start
+        self._plan_fits(due, [step.start] * len(due), moments)
 
-    def _fit(self, step: Step, pool: Pool) -> bool:
+    def _fit(self, step: Step, pool: Pool, exact: SeenTokens | None = None) -> bool:
         """Choose the partial dimensions of the rows that newly select, and write partial keys of
         all that is in the pool. Returns False if no row does.
+
+        ``exact`` are those tokens of the forward under way that may be learned from.
         """
         if self._fitted == step.selecting_rows:
             return False
@@ -262,18 +253,24 @@ class InfiniGenPolicy(Policy):
         )
         if not any(missing):
             return False
-        self._fit_rows(missing, pool)
-        exact = step.exact_queries.sum(1).expand(step.rows).tolist()
-        self._plan_fits(missing, [step.start + each for each in exact])
+        statistics = self._fit_rows(missing, step, pool, exact)
+        counts = step.exact_queries.sum(1).expand(step.rows).tolist()
+        self._known = step.start + (0 if exact is None else max(counts))
+        self._covered = pool.length
+        self._plan_fits(missing, [step.start + each for each in counts], statistics)
         self._fitted = tuple(a or b for a, b in zip(fitted, missing, strict=True))
         return True
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _fit_rows(self, rows: tuple[bool, ...], pool: Pool) -> None:
-        assert self._statistics is not None
-        keys, _ = pool.all()
-        new = self._statistics.projection(self._config.partial_dim(keys.shape[3]))
+    def _fit_rows(
+        self, rows: tuple[bool, ...], step: Step, pool: Pool, exact: SeenTokens | None
+    ) -> PromptStatistics:
+        """Returns the sums that tell."""
+        keys, values = pool.all()
+        self._running.complete(keys, values, step.visible, pool.positions)
+        statistics = self._running.total(exact)
+        new = statistics.projection(self._config.partial_dim(keys.shape[3]))
         old = self._partial_keys
         keep = torch.tensor([not each for each in rows], device=keys.device)
         if old is not None:
@@ -281,14 +278,17 @@ class InfiniGenPolicy(Policy):
         self._partial_keys = PartialKeys(keys, new)
         if old is not None:
             self._partial_keys.keep_rows(keep, old)
-        self._value_map = self._fit_values(new, keep)
+        self._value_map = self._fit_values(new, statistics, keep)
+        return statistics
 
-    def _fit_values(self, projection: Projection, keep: Tensor | None = None) -> ValueMap | None:
-        """From the sums so far, but for the rows in ``keep`` as it was."""
+    def _fit_values(
+        self, projection: Projection, statistics: PromptStatistics, keep: Tensor | None = None
+    ) -> ValueMap | None:
+        """From these sums, but for the rows in ``keep`` as it was."""
         if not self._config.tail:
             return None
-        assert isinstance(self._statistics, Moments)
-        new = ValueMap.fit(projection, self._statistics)
+        assert isinstance(statistics, Moments)
+        new = ValueMap.fit(projection, statistics)
         if keep is None or self._value_map is None:
             return new
         return new.with_rows(keep, self._value_map)

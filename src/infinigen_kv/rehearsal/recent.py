@@ -1,46 +1,110 @@
-"""Decoded tokens that a layer's running sums have not seen yet: sums of many at once cost less, and
-tokens that are taken back at once leave no trace.
+"""Tokens that a layer's running sums have not seen yet: sums of many at once cost less, and tokens
+that are taken back at once leave no trace.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from infinigen_kv.rehearsal.statistics import PromptStatistics
+from infinigen_kv.rehearsal.checkpoints import PART, TURN
 
-MOST = 32  # tokens that wait when others come
+if TYPE_CHECKING:
+    from infinigen_kv.policies.step import Step
+
+LEAST = 32  # of the newest tokens that wait whatever comes, so that any of them can be taken back
+MOST = 64  # tokens that wait when others come; a draft that is verified at once is no longer
 
 
-class DecodedTokens(NamedTuple):
-    """The Q new tokens of one forward, as `PromptStatistics.observe` takes them."""
+@dataclass(frozen=True, slots=True)
+class SeenTokens:
+    """Q consecutive tokens, as `PromptStatistics.observe` takes them.
+
+    Parameters
+    ----------
+    start
+        Tokens before them, padding included.
+    begins, ends
+        Ranks of the `Checkpoints` that their sums want before the first and after the last of them;
+        None for none.
+    """
 
     query: Tensor  # (B, H, Q, D)
     key: Tensor  # (B, H_kv, Q, D)
     value: Tensor  # (B, H_kv, Q, D_v)
     position: Tensor  # (B or 1, Q)
     weight: Tensor | None  # (B, Q)
+    start: int
+    begins: int | None = None
+    ends: int | None = None
+
+    @classmethod
+    def of(
+        cls, query: Tensor, key: Tensor, value: Tensor, step: Step, weight: Tensor | None
+    ) -> SeenTokens:
+        """A forward's new tokens, of which those with a ``weight`` of 0 do not count."""
+        begins = ends = None
+        if not step.selecting and step.queries > 1:
+            begins, ends = TURN, TURN if step.may_end_prompt else PART
+        position = step.before.to(key.device)
+        weight = None if weight is None else weight.to(key.device)
+        return cls(query, key, value, position, weight, step.start, begins, ends)
+
+    def weighing(self, weight: Tensor) -> SeenTokens:
+        """The same tokens, weighed otherwise."""
+        return replace(self, weight=weight.to(self.key.device))
 
     @property
     def tokens(self) -> int:
         """Q."""
         return self.key.shape[2]
 
-    def first(self, count: int) -> DecodedTokens:
-        """The oldest ``count`` of them."""
-        some = slice(0, count)
-        return DecodedTokens(
-            self.query[:, :, some],
-            self.key[:, :, some],
-            self.value[:, :, some],
-            self.position[:, some],
-            None if self.weight is None else self.weight[:, some],
+    @property
+    def end(self) -> int:
+        """Tokens until the last of them, padding included."""
+        return self.start + self.tokens
+
+    @property
+    def real_before(self) -> Tensor:
+        """Real tokens before them, ``(B,)``."""
+        return self.position[:, 0].expand(self.key.shape[0])
+
+    @property
+    def real_after(self) -> Tensor:
+        """Real tokens until the last of them, ``(B,)``."""
+        last = 1 if self.weight is None else self.weight[:, -1].to(self.position)
+        return self.position[:, -1].expand(self.key.shape[0]) + last
+
+    def part(self, some: slice) -> SeenTokens:
+        """Those of the places ``some``."""
+        first, last, _ = some.indices(self.tokens)
+        return replace(
+            self,
+            query=self.query[:, :, some],
+            key=self.key[:, :, some],
+            value=self.value[:, :, some],
+            position=self.position[:, some],
+            weight=None if self.weight is None else self.weight[:, some],
+            start=self.start + first,
+            begins=self.begins if first == 0 else None,
+            ends=self.ends if last == self.tokens else None,
         )
 
-    def rows(self, index: Tensor) -> DecodedTokens:
+    def first(self, count: int) -> SeenTokens:
+        """The oldest ``count`` of them."""
+        return self.part(slice(0, count))
+
+    def last(self, count: int) -> SeenTokens:
+        """The newest ``count`` of them, in memory of their own."""
+        part = self.part(slice(self.tokens - count, self.tokens))
+        tensors = {name: getattr(part, name).clone() for name in ("query", "key", "value")}
+        return replace(part, **tensors)
+
+    def rows(self, index: Tensor) -> SeenTokens:
         """Those of the batch rows ``index``."""
         position, weight = self.position, self.weight
         if position.shape[0] > 1:
@@ -48,60 +112,68 @@ class DecodedTokens(NamedTuple):
         if weight is not None:
             weight = weight[index.to(weight.device)]
         index = index.to(self.key.device)
-        return DecodedTokens(
-            self.query[index], self.key[index], self.value[index], position, weight
+        return replace(
+            self,
+            query=self.query[index],
+            key=self.key[index],
+            value=self.value[index],
+            position=position,
+            weight=weight,
         )
 
-    def detached(self) -> DecodedTokens:
+    def detached(self) -> SeenTokens:
         """Without the graph that made them."""
-        return DecodedTokens(
-            self.query.detach(), self.key.detach(), self.value.detach(), self.position, self.weight
+        if not (self.query.requires_grad or self.key.requires_grad or self.value.requires_grad):
+            return self
+        return replace(
+            self, query=self.query.detach(), key=self.key.detach(), value=self.value.detach()
         )
 
 
 class RecentTokens:
     """Tokens in the order of their forwards."""
 
-    def __init__(self, forwards: Iterable[DecodedTokens] = ()) -> None:
+    def __init__(self, forwards: Iterable[SeenTokens] = ()) -> None:
         self._forwards = list(forwards)
         self._count = sum(each.tokens for each in self._forwards)
 
     @property
-    def is_full(self) -> bool:
-        """Whether those that are here are to be moved on before others come."""
-        return self._count >= MOST
+    def tokens(self) -> int:
+        """How many there are."""
+        return self._count
 
-    def add(self, tokens: DecodedTokens) -> None:
+    def add(self, tokens: SeenTokens) -> None:
         """Keep the tokens of a forward; their tensors are not copied."""
-        graph = tokens.query.requires_grad or tokens.key.requires_grad or tokens.value.requires_grad
-        self._forwards.append(tokens.detached() if graph else tokens)
+        self._forwards.append(tokens.detached())
         self._count += tokens.tokens
 
-    def move_into(self, statistics: PromptStatistics) -> None:
-        """Add the tokens to the sums, and forget them."""
-        if not self._forwards:
-            return
-        forwards, self._forwards, self._count = self._forwards, [], 0
-        rows = forwards[0].key.shape[0]
-        weight = None
-        if any(each.weight is not None for each in forwards):
-            weight = torch.cat([_weight(each) for each in forwards], dim=1)
-        statistics.observe(
-            torch.cat([each.query for each in forwards], dim=2),
-            torch.cat([each.key for each in forwards], dim=2),
-            torch.cat([each.position.expand(rows, -1) for each in forwards], dim=1),
-            weight,
-            torch.cat([each.value for each in forwards], dim=2),
-        )
+    def take(self, count: int) -> list[SeenTokens]:
+        """Move the oldest ``count`` tokens out; see `runs`."""
+        oldest, count = RecentTokens(), max(0, min(count, self._count))
+        self._count -= count
+        while count > 0:
+            forward = self._forwards.pop(0)
+            if forward.tokens > count:
+                self._forwards.insert(0, forward.last(forward.tokens - count))
+                forward = forward.first(count)
+            oldest.add(forward)
+            count -= forward.tokens
+        return oldest.runs()
 
-    def drop(self, count: int) -> None:
-        """Forget the newest ``count`` tokens, as far as they are still here."""
-        while count > 0 and self._forwards:
-            last = self._forwards.pop()
-            if last.tokens > count:
-                self._forwards.append(last.first(last.tokens - count))
-            self._count -= min(count, last.tokens)
-            count -= last.tokens
+    def runs(self) -> list[SeenTokens]:
+        """All of them, joined but for where a checkpoint is wanted."""
+        found: list[list[SeenTokens]] = []
+        for each in self._forwards:
+            if not found or each.begins is not None or found[-1][-1].ends is not None:
+                found.append([])
+            found[-1].append(each)
+        return [_joined(run) for run in found]
+
+    def truncate(self, length: int) -> None:
+        """Forget the tokens from ``length`` on, as far as they are still here."""
+        kept = [each for each in self._forwards if each.start < length]
+        kept = [each if each.end <= length else each.first(length - each.start) for each in kept]
+        self._forwards, self._count = kept, sum(each.tokens for each in kept)
 
     def rows(self, index: Tensor) -> RecentTokens:
         """Those of the batch rows ``index``."""
@@ -112,7 +184,22 @@ class RecentTokens:
         return RecentTokens(self._forwards)
 
 
-def _weight(tokens: DecodedTokens) -> Tensor:
+def _joined(run: list[SeenTokens]) -> SeenTokens:
+    if len(run) == 1:
+        return run[0]
+    rows = run[0].key.shape[0]
+    weight = None
+    if any(each.weight is not None for each in run):
+        weight = torch.cat([_weight(each) for each in run], dim=1)
+    tensors: dict[str, Any] = {
+        name: torch.cat([getattr(each, name) for each in run], dim=2)
+        for name in ("query", "key", "value")
+    }
+    position = torch.cat([each.position.expand(rows, -1) for each in run], dim=1)
+    return replace(run[0], position=position, weight=weight, ends=run[-1].ends, **tensors)
+
+
+def _weight(tokens: SeenTokens) -> Tensor:
     """``(B, Q)`` float, 1 where every row's token counts."""
     if tokens.weight is not None:
         return tokens.weight.float()

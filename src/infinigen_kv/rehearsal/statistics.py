@@ -7,7 +7,7 @@ Both kinds give the same thing, a `Projection`: the rehearsal's score of a token
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from infinigen_kv.errors import InfiniGenError
 from infinigen_kv.rehearsal.lowrank import best_projections
 from infinigen_kv.rehearsal.skew import partial_columns, take_columns
+from infinigen_kv.rehearsal.value_moments import ValueMoments
 
 # Queries weigh with the cube of their position, because the late ones resemble those of the decode
 # phase most. A power has no reference to the prompt's length, which chunked prefill cannot know.
@@ -87,22 +88,39 @@ class PromptStatistics(ABC):
         value
             ``(B, H_kv, Q, D_v)``, for sums that were started with values.
         """
-        for start in range(0, key.shape[2], TOKEN_BLOCK):
-            block = slice(start, start + TOKEN_BLOCK)
-            some = None if weight is None else weight[:, block]
-            values = None if value is None else value[:, :, block]
-            self._add(query[:, :, block], key[:, :, block], position[:, block], some, values)
+        for block in _blocks(key):
+            self._add_queries(query[:, :, block], position[:, block], _column(weight, key, block))
+        self.observe_keys(key, weight, value)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def observe_keys(self, key: Tensor, weight: Tensor | None, value: Tensor | None) -> None:
+        """As `observe`, for tokens whose queries are among the sums already (`restarted`)."""
+        for block in _blocks(key):
+            weights = _column(weight, key, block)
+            self._add_keys(key[:, :, block], weights, None if value is None else value[:, :, block])
 
     @abstractmethod
-    def _add(
-        self,
-        query: Tensor,
-        key: Tensor,
-        position: Tensor,
-        weight: Tensor | None,
-        value: Tensor | None,
-    ) -> None:
-        """`observe`, of at most `TOKEN_BLOCK` tokens."""
+    def _add_queries(self, query: Tensor, position: Tensor, weights: Tensor) -> None:
+        """The queries of at most `TOKEN_BLOCK` tokens; ``weights`` are ``(B, 1, Q, 1)``."""
+
+    @abstractmethod
+    def _add_keys(self, key: Tensor, weights: Tensor, value: Tensor | None) -> None:
+        """Their keys, and values."""
+
+    @property
+    @abstractmethod
+    def query_sums(self) -> Tensor:
+        """What the queries have added, ``(B, H_kv, n)``; the rest follows from keys and values."""
+
+    @abstractmethod
+    def restarted(self, query_sums: Tensor) -> PromptStatistics:
+        """Sums with these of the queries, and yet of no key."""
+
+    @staticmethod
+    @abstractmethod
+    def query_weight(tokens: Tensor) -> Tensor:
+        """What the first ``tokens`` of a row weigh together among its queries, float64."""
 
     @abstractmethod
     def projection(self, rank: int) -> Projection:
@@ -144,22 +162,16 @@ class Moments(PromptStatistics):
         values = None if value is None else ValueMoments.start(key, value)
         return cls(row, square, square.clone(), row.clone(), count, values)
 
-    def _add(
-        self,
-        query: Tensor,
-        key: Tensor,
-        position: Tensor,
-        weight: Tensor | None,
-        value: Tensor | None,
-    ) -> None:
-        batch, heads, tokens, dim = key.shape
-        weights = _column(weight, key)
+    def _add_queries(self, query: Tensor, position: Tensor, weights: Tensor) -> None:
+        rows, _, tokens, dim = query.shape
         late = ((position.float() + 1) / POSITION_UNIT) ** POSITION_POWER
         late = late[:, None, None, :, None] * weights[:, :, None]
-        queries = query.float().reshape(batch, heads, -1, tokens, dim)
+        queries = query.float().reshape(rows, self.query_outer.shape[1], -1, tokens, dim)
         weighted = (queries * late).flatten(2, 3)
         # New tensors instead of +=: what `torch.inference_mode` made cannot be written to later.
         self.query_outer = self.query_outer + weighted.mT @ queries.flatten(2, 3)
+
+    def _add_keys(self, key: Tensor, weights: Tensor, value: Tensor | None) -> None:
         total = weights.sum(2, keepdim=True)
         mean = (key.float() * weights).sum(2, keepdim=True) / total.clamp_min(1)
         first = self.count == 0
@@ -171,6 +183,23 @@ class Moments(PromptStatistics):
         self.key_outer = self.key_outer + centred.mT @ centred
         self.key_sum = self.key_sum + centred.sum(2, keepdim=True)
         self.count = self.count + total
+
+    @property
+    def query_sums(self) -> Tensor:
+        upper = _upper(self.query_outer)
+        return self.query_outer[..., upper[0], upper[1]]
+
+    def restarted(self, query_sums: Tensor) -> Moments:
+        square, upper = torch.empty_like(self.query_outer), _upper(self.query_outer)
+        square[..., upper[0], upper[1]] = query_sums
+        square[..., upper[1], upper[0]] = query_sums
+        outer, total, count = map(torch.zeros_like, (self.key_outer, self.key_sum, self.count))
+        values = None if self.values is None else self.values.emptied()
+        return Moments(self.shift, square, outer, total, count, values)
+
+    @staticmethod
+    def query_weight(tokens: Tensor) -> Tensor:
+        return (tokens.double() * (tokens + 1) / 2) ** 2  # sum of cubes: `POSITION_POWER` is 3
 
     def projection(self, rank: int, key_scatter: Tensor | None = None) -> Projection:
         """As `PromptStatistics.projection`, for keys of another scatter about the same mean."""
@@ -198,48 +227,9 @@ class Moments(PromptStatistics):
         return self.key_sum.device
 
     def rows(self, index: Tensor) -> Moments:
-        return Moments(
-            self.shift[index],
-            self.query_outer[index],
-            self.key_outer[index],
-            self.key_sum[index],
-            self.count[index],
-            None if self.values is None else self.values.rows(index),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class ValueMoments:
-    """First moments of values, and second ones with centred keys; values about ``shift``."""
-
-    shift: Tensor  # (B, H_kv, 1, D_v)
-    total: Tensor  # (B, H_kv, 1, D_v)
-    products: Tensor  # (B, H_kv, D, D_v)
-
-    @classmethod
-    def start(cls, key: Tensor, value: Tensor) -> ValueMoments:
-        """Empty sums for keys and values like these."""
-        batch, heads, _, width = value.shape
-        row = torch.zeros(batch, heads, 1, width, device=key.device)
-        products = torch.zeros(batch, heads, key.shape[3], width, device=key.device)
-        return cls(row, row.clone(), products)
-
-    def with_tokens(
-        self, value: Tensor, centred: Tensor, weights: Tensor, first: Tensor
-    ) -> ValueMoments:
-        """With tokens of these values ``(B, H_kv, Q, D_v)``, centred and weighted keys ``(B, H_kv,
-        Q, D)`` and weights ``(B, 1, Q, 1)``, in rows that have none yet where ``first``.
-        """
-        values = value.float()
-        mean = weights.mT @ values / weights.sum(2, keepdim=True).clamp_min(1)
-        shift = torch.where(first, mean, self.shift)
-        values = values - shift
-        total = self.total + weights.mT @ values
-        return ValueMoments(shift, total, self.products + centred.mT @ values)
-
-    def rows(self, index: Tensor) -> ValueMoments:
-        """The sums of the batch rows ``index``."""
-        return ValueMoments(self.shift[index], self.total[index], self.products[index])
+        values = None if self.values is None else self.values.rows(index)
+        names = "shift", "query_outer", "key_outer", "key_sum", "count"
+        return replace(self, values=values, **{name: getattr(self, name)[index] for name in names})
 
 
 @dataclass(slots=True)
@@ -257,21 +247,26 @@ class Magnitudes(PromptStatistics):
         zeros = torch.zeros(batch, heads, dim, device=key.device)
         return cls(skew.to(key.device), zeros, zeros.clone())
 
-    def _add(
-        self,
-        query: Tensor,
-        key: Tensor,
-        position: Tensor,
-        weight: Tensor | None,
-        value: Tensor | None,
-    ) -> None:
-        batch, heads, tokens, dim = key.shape
-        weights = _column(weight, key)
-        queries = query.float().reshape(batch, heads, -1, dim) @ self.skew
-        grouped = queries.reshape(batch, heads, -1, tokens, dim).abs().sum(2)
+    def _add_queries(self, query: Tensor, position: Tensor, weights: Tensor) -> None:
+        rows, _, tokens, dim = query.shape
+        queries = query.float().reshape(rows, self.skew.shape[0], -1, dim) @ self.skew
+        grouped = queries.reshape(rows, self.skew.shape[0], -1, tokens, dim).abs().sum(2)
         self.query_sum = self.query_sum + (grouped * weights).sum(2)
+
+    def _add_keys(self, key: Tensor, weights: Tensor, value: Tensor | None) -> None:
         magnitudes = (key.float() @ self.skew).abs()
         self.key_sum = self.key_sum + (magnitudes * weights).sum(2)
+
+    @property
+    def query_sums(self) -> Tensor:
+        return self.query_sum
+
+    def restarted(self, query_sums: Tensor) -> Magnitudes:
+        return Magnitudes(self.skew, query_sums, torch.zeros_like(self.key_sum))
+
+    @staticmethod
+    def query_weight(tokens: Tensor) -> Tensor:
+        return tokens.double()
 
     def projection(self, rank: int) -> Projection:
         columns = partial_columns(self.query_sum, self.key_sum, rank)
@@ -286,8 +281,20 @@ class Magnitudes(PromptStatistics):
         return Magnitudes(self.skew, self.query_sum[index], self.key_sum[index])
 
 
-def _column(weight: Tensor | None, key: Tensor) -> Tensor:
-    """Weights ``(B, Q)`` as float32 ``(B, 1, Q, 1)`` that multiply keys ``(B, H_kv, Q, D)``."""
+def _blocks(key: Tensor) -> list[slice]:
+    """Consecutive tokens of keys ``(B, H_kv, Q, D)``, at most `TOKEN_BLOCK` at once."""
+    starts = range(0, key.shape[2], TOKEN_BLOCK)
+    return [slice(start, min(start + TOKEN_BLOCK, key.shape[2])) for start in starts]
+
+
+def _column(weight: Tensor | None, key: Tensor, block: slice) -> Tensor:
+    """Weights ``(B, Q)`` of a block as float32 ``(B, 1, n, 1)`` that multiply its keys."""
     if weight is None:
-        return torch.ones(key.shape[0], 1, key.shape[2], 1, device=key.device)
-    return weight.float()[:, None, :, None]
+        return torch.ones(key.shape[0], 1, block.stop - block.start, 1, device=key.device)
+    return weight[:, block].float()[:, None, :, None]
+
+
+def _upper(square: Tensor) -> Tensor:
+    """Indices of the upper triangle, which says all of a symmetric ``(..., D, D)``."""
+    dim = square.shape[-1]
+    return torch.triu_indices(dim, dim, device=square.device)

@@ -12,6 +12,7 @@ from infinigen_kv.attention.dense import decode_weights
 from infinigen_kv.policies.base import Policy
 from infinigen_kv.policies.settings import PolicySettings
 from infinigen_kv.policies.step import Step
+from infinigen_kv.rehearsal.checkpoints import TURN, Checkpoints
 from infinigen_kv.rehearsal.select import Selection
 from infinigen_kv.storage.pools.pool import Pool
 from infinigen_kv_lab.baselines.scoring import (
@@ -35,8 +36,9 @@ class EvictingPolicy(Policy):
     survivors.
 
     The states before each token of the latest forward are kept, so that one that failed, or drafts
-    that were rejected, can be taken back exactly. Going back further, the window of recent tokens
-    is filled up again from the home, and the attention of removed queries stays counted.
+    that were rejected, can be taken back exactly, and so are some from before and after a prompt
+    (`Checkpoints`). Going back to any other length, the window of recent tokens is filled up again
+    from the home, and the attention of removed queries stays counted.
 
     Subclasses say what they note of a token, and what makes one worth keeping.
     """
@@ -52,6 +54,7 @@ class EvictingPolicy(Policy):
         self._settings = settings
         self._state: Survivors | None = None
         self._before: list[Survivors] = []
+        self._checkpoints: Checkpoints[Survivors] = Checkpoints()
         self._visible: Tensor | None = None
         self._picked: Selection | None = None
 
@@ -74,8 +77,9 @@ class EvictingPolicy(Policy):
 
     @property
     def nbytes(self) -> int:
-        states = self._before if self._state is None else [self._state, *self._before]
-        return sum(state.nbytes for state in states)
+        states = [*self._before, *self._checkpoints.states]
+        states += [] if self._state is None else [self._state]
+        return sum(state.nbytes for state in {id(each): each for each in states}.values())
 
     def plan(self, step: Step, pool: Pool) -> Selection | None:
         """The survivors, once those beyond the budget are evicted; None where all are wanted."""
@@ -120,7 +124,12 @@ class EvictingPolicy(Policy):
             self._state = self._one_by_one(state, query, everything, step)
         else:
             self._before = [state]
+            if state.length:
+                self._checkpoints = self._checkpoints.noted(state.length, state, TURN)
             self._state = self._read(state, query, everything, step)
+            if step.may_end_prompt:
+                held = self._state.length
+                self._checkpoints = self._checkpoints.noted(held, self._state, TURN)
 
     def select(self, step: Step, pool: Pool) -> Selection | None:
         picked, self._picked = self._picked, None
@@ -129,12 +138,15 @@ class EvictingPolicy(Policy):
     def truncate(self, length: int) -> None:
         if length == 0:
             self._state, self._before = None, []
+        self._checkpoints = self._checkpoints.truncated(length) if length else Checkpoints()
         if self._state is None or length >= self._state.length:
             return
         exact = [place for place, each in enumerate(self._before) if each.length == length]
         if exact:
             self._state = self._before[exact[0]]
             self._before = self._before[: exact[0]]
+        elif (known := self._checkpoints.at(length)) is not None:
+            self._state, self._before = known, []
         else:
             self._state, self._before = self._state.truncated(length, self._visible), []
 
@@ -142,6 +154,7 @@ class EvictingPolicy(Policy):
         if self._state is not None:
             self._state = self._state.rows(index)
         self._before = [each.rows(index) for each in self._before]
+        self._checkpoints = self._checkpoints.mapped(lambda state: state.rows(index))
         if self._visible is not None:
             self._visible = self._visible[index.to(self._visible.device)]
 

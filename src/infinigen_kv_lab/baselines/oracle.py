@@ -84,8 +84,8 @@ class OraclePolicy(Policy):
             self._keys.write(slots, keys)
         self._query = query if step.selecting and step.queries > 1 else None
 
-    def finish_prompt(self, keys: Tensor, step: Step, slots: Tensor | None) -> None:
-        self._rehearsing.finish_prompt(keys, step, slots)
+    def finish_prompt(self, keys: Tensor, values: Tensor, step: Step, slots: Tensor | None) -> None:
+        self._rehearsing.finish_prompt(keys, values, step, slots)
 
     def select(self, step: Step, pool: Pool) -> Selection | None:
         query, self._query = self._query, None

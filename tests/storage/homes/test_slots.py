@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from infinigen_kv.errors import CacheStateError, InputError
+from infinigen_kv.rehearsal.checkpoints import PART, TURN, Checkpoints
 from infinigen_kv.storage.homes.slots import EVICTIONS, SATURATED, Eviction, SlotMap
 
 
@@ -32,6 +34,12 @@ class NaiveMap:
         self.tokens: list[Token] = []  # in order of writing
         self.seen = 0
         self.time = 0
+        self.past: list[tuple[int, list[Token]]] = []  # before touches since the last token but one
+        self.remembered: Checkpoints[list[Token]] = Checkpoints()
+
+    @property
+    def can_go_back(self) -> bool:
+        return self.seen == len(self.tokens)
 
     def is_sink(self, position: int) -> bool:
         return self.padding <= position < self.padding + self.sinks
@@ -57,6 +65,7 @@ class NaiveMap:
 
     def add(self, count: int) -> list[int]:
         self.time += 1
+        self.past = [each for each in self.past if each[0] == self.seen]
         slots = []
         queue = self.victims() if self.tokens else []
         new: list[Token] = []
@@ -78,6 +87,8 @@ class NaiveMap:
 
     def touch(self, slots: set[int]) -> None:
         self.time += 1
+        if self.can_go_back:
+            self.past.append((self.seen, deepcopy(self.tokens)))
         for token in self.tokens:
             if token.slot in slots:
                 token.used = self.time
@@ -86,7 +97,23 @@ class NaiveMap:
             for token in self.tokens:
                 token.count //= 2
 
+    def remember(self, rank: int) -> None:
+        self.past = []
+        self.remembered = (
+            self.remembered.noted(self.seen, deepcopy(self.tokens), rank)
+            if self.can_go_back
+            else Checkpoints()
+        )
+
     def truncate(self, seen: int) -> None:
+        undone = [tokens for length, tokens in self.past if length >= seen]
+        self.past = [each for each in self.past if each[0] < seen]
+        known = self.remembered.at(seen)
+        if known is not None and seen < self.seen:
+            self.tokens = deepcopy(known)
+        elif undone:
+            self.tokens = undone[0]
+        self.remembered = self.remembered.truncated(seen)
         self.tokens = [token for token in self.tokens if token.position < seen]
         self.seen = min(self.seen, seen)
         self.padding = self.padding if seen else 0
@@ -135,6 +162,12 @@ class SlotMachine(RuleBasedStateMachine):
         else:
             self.slots.truncate(seen)
             self.model.truncate(max(0, seen))
+
+    @rule()
+    def remember(self) -> None:
+        rank = TURN if self.slots._touched else PART
+        self.slots.remember()
+        self.model.remember(rank)
 
     @rule()
     def copy(self) -> None:
@@ -189,6 +222,40 @@ def test_fifo_takes_the_oldest_even_if_it_is_used() -> None:
     slots.touch(np.array([0, 0, 0]))
     assert [slots.add(1).tolist() for _ in range(5)] == [[0], [1], [2], [3], [0]]
     assert slots.positions.tolist() == [8, 5, 6, 7]
+
+
+@pytest.mark.parametrize("eviction", ["lru", "counter"])
+@pytest.mark.parametrize("touches", [1, 3, SATURATED])
+def test_what_forgotten_tokens_fetched_is_forgotten(eviction: Eviction, touches: int) -> None:
+    """A turn of two tokens comes after two, is taken back, and then others fill the map."""
+    used, fresh = SlotMap(4, eviction), SlotMap(4, eviction)
+    for slots in (used, fresh):
+        slots.add(2)
+        slots.touch(np.array([1]))
+        slots.remember()
+    used.add(1)
+    for _ in range(touches):
+        used.touch(np.array([0]))
+    used.add(1)
+    used.truncate(2)
+    for slots in (used, fresh):
+        slots.add(2)
+    assert used.counts.tolist() == fresh.counts.tolist()
+    assert [used.add(1).tolist() for _ in range(6)] == [fresh.add(1).tolist() for _ in range(6)]
+
+
+@pytest.mark.parametrize("added", [0, 1])
+@pytest.mark.parametrize("eviction", ["lru", "counter"])
+def test_a_step_that_failed_has_fetched_nothing(eviction: Eviction, added: int) -> None:
+    used, fresh = SlotMap(4, eviction), SlotMap(4, eviction)
+    for slots in (used, fresh):
+        slots.add(3)
+    used.touch(np.array([0, 2]))
+    used.add(added)
+    used.truncate(3)
+    for slots in (used, fresh):
+        slots.add(1)
+    assert [used.add(1).tolist() for _ in range(4)] == [fresh.add(1).tolist() for _ in range(4)]
 
 
 def test_lru_takes_the_least_recently_used() -> None:

@@ -66,6 +66,11 @@ class RowSlots:
             wanted = slots[row] if meant is None else slots[row][meant[row].expand_as(slots[row])]
             slot_map.touch(wanted.reshape(-1).cpu().numpy())
 
+    def remember(self) -> None:
+        """A prompt begins or has ended; see `SlotMap.remember`."""
+        for each in self._maps:
+            each.remember()
+
     def truncate(self, length: int) -> None:
         """Forget the tokens from ``length`` on; see `SlotMap.truncate`."""
         for each in self._maps:

@@ -6,12 +6,13 @@ share its slot, so a pool, a partial key cache and a resident set that follow th
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from infinigen_kv.errors import CacheStateError, InputError
+from infinigen_kv.rehearsal.checkpoints import PART, TURN, Checkpoints
 
 Eviction = Literal["fifo", "lru", "counter"]
 EVICTIONS: tuple[Eviction, ...] = get_args(Eviction)
@@ -23,6 +24,16 @@ _LAST = np.iinfo(np.int64).max
 _FIRST_RESERVE = 256
 
 Slots = NDArray[np.int64]
+
+
+class _Ranks(NamedTuple):
+    """Ranks of some slots as they were with ``tokens_seen`` tokens."""
+
+    tokens_seen: int
+    slots: Slots | slice
+    ranks: Slots
+    clock: int
+    most_counted: int
 
 
 class SlotMap:
@@ -41,6 +52,9 @@ class SlotMap:
     A third keeps attention sinks: where a model puts the weight that its heads have no use for,
     losing the token costs far more than its rank tells. The first ``sinks`` tokens after `padding`
     are never victims, and where more tokens come at once than fit, those after the sinks go.
+
+    What tokens that are taken back had fetched is taken back too, where that is known: of the
+    newest token or step, and from a length at which the map was told to `remember`.
 
     Parameters
     ----------
@@ -85,6 +99,9 @@ class SlotMap:
         self._newest = -1  # slot of the token written last
         self._clock = 0  # of lru: one tick per write or step
         self._most_counted = 0  # of counter: no counter is above
+        self._past: list[_Ranks] = []  # before each touch since the last token but one
+        self._touched = False  # since `remember`
+        self._checkpoints: Checkpoints[_Ranks] = Checkpoints()
 
     @property
     def positions(self) -> Slots:
@@ -113,6 +130,7 @@ class SlotMap:
             raise InputError(f"count={count!r} is not valid: it must be an integer >= 0")
         positions = self._kept_of(count)
         kept = len(positions)
+        self._past = [each for each in self._past if each.tokens_seen == self.tokens_seen]
         free = kept if self.capacity is None else min(kept, self.capacity - self.length)
         victims = self._victims(kept - free)
         self._reserve(self.length + free)
@@ -147,6 +165,7 @@ class SlotMap:
                 f"slots from {slots.min()} to {slots.max()} were touched: they must be in "
                 f"use, 0 to {self.length - 1}"
             )
+        self._note_before(slots)
         if self.eviction == "lru":
             self._clock += 1
             self._ranks[slots] = self._positions[slots] + self._clock * _SCORE
@@ -155,6 +174,16 @@ class SlotMap:
             self._most_counted += 1
             if self._most_counted >= SATURATED:
                 self._halve_if_saturated()
+
+    def remember(self) -> None:
+        """This is a length to which the map may be taken back: a prompt begins or has ended."""
+        self._past = []
+        if self.tokens_seen > self.length:  # there is no way back
+            self._checkpoints = Checkpoints()
+            return
+        known, rank = self._of(slice(self.length)), TURN if self._touched else PART
+        self._checkpoints = self._checkpoints.noted(self.tokens_seen, known, rank)
+        self._touched = False
 
     def truncate(self, tokens_seen: int) -> None:
         """Forget the tokens from position ``tokens_seen`` on; more than there are forgets none.
@@ -166,17 +195,17 @@ class SlotMap:
             tokens can always be forgotten.
         """
         tokens_seen = max(0, tokens_seen)
-        if tokens_seen == 0:
-            self.padding = 0
-        if tokens_seen >= self.tokens_seen:
-            return
+        self.padding = self.padding if tokens_seen else 0
         evicted = self.tokens_seen - self.length
-        if evicted and tokens_seen:
+        if evicted and 0 < tokens_seen < self.tokens_seen:
             raise CacheStateError(
                 f"cannot go back from {self.tokens_seen} to {tokens_seen} tokens, since {evicted} "
                 f"were evicted at a capacity of {self.capacity}: start again with an empty cache, "
                 "or set no capacity"
             )
+        self._undo(tokens_seen)
+        if tokens_seen >= self.tokens_seen:
+            return
         self.length = self.tokens_seen = tokens_seen
         self._sink_slots = self._sink_slots[self._sink_slots < tokens_seen]
         self._newest = tokens_seen - 1
@@ -187,7 +216,33 @@ class SlotMap:
         other.__dict__.update(self.__dict__)
         other._positions = self._positions.copy()
         other._ranks = self._ranks.copy()
+        other._past = list(self._past)
         return other
+
+    def _of(self, slots: Slots | slice) -> _Ranks:
+        ranks = self._ranks[slots].copy()
+        return _Ranks(self.tokens_seen, slots, ranks, self._clock, self._most_counted)
+
+    def _note_before(self, slots: Slots) -> None:
+        """Keep what a touch of these slots is going to change."""
+        if self.eviction == "fifo" or self.tokens_seen > self.length:
+            return
+        halving = self.eviction == "counter" and self._most_counted + 1 >= SATURATED
+        self._past.append(self._of(slice(self.length) if halving else slots.copy()))
+        self._touched = True
+
+    def _undo(self, tokens_seen: int) -> None:
+        """Let the ranks be what they were with so many tokens, as far as is known."""
+        known = self._checkpoints.at(tokens_seen)
+        self._checkpoints = self._checkpoints.truncated(tokens_seen)
+        while self._past and self._past[-1].tokens_seen >= tokens_seen:
+            self._put_back(self._past.pop())
+        if known is not None and tokens_seen < self.tokens_seen:
+            self._put_back(known)
+
+    def _put_back(self, before: _Ranks) -> None:
+        self._ranks[before.slots] = before.ranks
+        self._clock, self._most_counted = before.clock, before.most_counted
 
     def _kept_of(self, count: int) -> Slots:
         """Positions of those among the next ``count`` tokens that get a slot."""

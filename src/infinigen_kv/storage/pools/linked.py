@@ -125,6 +125,8 @@ class LinkedPool(Pool):
         else:
             assert isinstance(self._home, CappedHome)
             # First, so that after a failed write the lengths tell that slots may be overwritten.
+            if count > 1 and self.length:
+                self._slots.remember()
             slots = self._slots.add(count)
             self._home.write(slots, keys, values)
         entry = self._home.store.entry_bytes
@@ -208,6 +210,7 @@ class LinkedPool(Pool):
     def warm(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         if self._slots is not None:  # so that the first victims are others
             self._slots.touch(slots, None)
+            self._slots.remember()
         if self._budget == 0 or slots.shape[2] == 0:
             return
         self._resident_set(keys, values).warm(slots, keys, values)
