@@ -15,12 +15,11 @@ from infinigen_kv.policies.base import Policy
 from infinigen_kv.policies.candidates import HeldCandidates
 from infinigen_kv.policies.rehearsal_layer import RehearsalLayer
 from infinigen_kv.policies.step import Step
-from infinigen_kv.rehearsal.checkpoints import PART, TURN
 from infinigen_kv.rehearsal.partial_keys import PartialKeys
 from infinigen_kv.rehearsal.recent import SeenTokens
 from infinigen_kv.rehearsal.running import RunningStatistics
 from infinigen_kv.rehearsal.select import Candidates, Selection, choose, likely_tokens
-from infinigen_kv.rehearsal.statistics import Magnitudes, Moments, Projection, PromptStatistics
+from infinigen_kv.rehearsal.statistics import Moments, Projection, PromptStatistics
 from infinigen_kv.rehearsal.tail import Tail, ValueMap
 from infinigen_kv.storage.pools.pool import Pool
 
@@ -44,9 +43,8 @@ class InfiniGenPolicy(Policy):
         self._forget()
 
     def _forget(self) -> None:
-        # no bound method: a cache that is dropped must go at once, not with the garbage
-        start = partial(_empty_statistics, self._layer.skew, self._config.tail)
-        self._running = RunningStatistics(start)
+        # no method of this object: a dropped cache must go at once, not with the garbage
+        self._running = RunningStatistics(partial(self._layer.sums, tail=self._config.tail))
         self._forget_fit()
 
     def _forget_fit(self) -> None:
@@ -108,19 +106,18 @@ class InfiniGenPolicy(Policy):
         pool: Pool,
         slots: Tensor | None,
     ) -> None:
-        seen = partial(_seen, query, keys, values, step)
+        seen = SeenTokens.of(query, keys, values, step, step.new_weight)
         if not step.selecting:
-            self._running.add(seen(step.new_weight))
+            self._running.add(seen)
             return
-        exact = seen(step.exact_weight) if step.some_query_is_exact else None
+        exact = seen.weighing(step.exact_weight) if step.some_query_is_exact else None
         # among several queries those that select learn from the exact ones before them
         fitted = step.queries > 1 and self._fit(step, pool, exact)
-        if self._next_fit:
-            self._running.add(seen(step.new_weight))
-        elif exact is not None:
-            self._running.add(exact)
-        else:
+        learned = seen if self._next_fit else exact
+        if learned is None:
             self._running.pause()
+        else:
+            self._running.add(learned)
         if not fitted:
             self._append(keys, slots)
         self._covered = step.start + step.queries
@@ -139,8 +136,8 @@ class InfiniGenPolicy(Policy):
     def finish_prompt(self, keys: Tensor, values: Tensor, step: Step, slots: Tensor | None) -> None:
         """Fit while the prompt's keys pass through the device; tokens that follow undo that."""
         held = step.start + step.queries
-        if self._running.missing and keys.shape[2] == held:
-            self._complete(keys, values, step, None)
+        if keys.shape[2] == held:
+            self._running.complete(keys, values, step.visible)
         if step.start > 0 and (step.prompt_ends is None or slots is not None):
             return  # more may come, or the order of the keys is not that of the slots
         long = step.length_after >= self._config.min_context
@@ -168,13 +165,8 @@ class InfiniGenPolicy(Policy):
             return None
         assert self._partial_keys is not None
         allowed = None if self._allowed is None else self._allowed.flatten(1)
-        return Tail(
-            self._partial_keys,
-            self._value_map,
-            selection.index.squeeze(2),
-            selection.counts,
-            allowed,
-        )
+        index = selection.index.squeeze(2)
+        return Tail(self._partial_keys, self._value_map, index, selection.counts, allowed)
 
     def tails(self) -> tuple[PartialKeys, ValueMap] | None:
         if self._value_map is None or self._partial_keys is None:
@@ -237,7 +229,7 @@ class InfiniGenPolicy(Policy):
         new ones, see `PartialKeys.refitted`, so that no key has to be moved.
         """
         if self._running.missing:
-            self._complete(*pool.all(), step, pool.positions)
+            self._running.complete(*pool.all(), step.visible, pool.positions)
         moments, partial_keys = self._running.total(), self._partial_keys
         assert partial_keys is not None and isinstance(moments, Moments)
         due = tuple(step.start >= each for each in self._next_fit)
@@ -263,7 +255,7 @@ class InfiniGenPolicy(Policy):
             return False
         statistics = self._fit_rows(missing, step, pool, exact)
         counts = step.exact_queries.sum(1).expand(step.rows).tolist()
-        self._known = step.start + max(counts)
+        self._known = step.start + (0 if exact is None else max(counts))
         self._covered = pool.length
         self._plan_fits(missing, [step.start + each for each in counts], statistics)
         self._fitted = tuple(a or b for a, b in zip(fitted, missing, strict=True))
@@ -276,8 +268,7 @@ class InfiniGenPolicy(Policy):
     ) -> PromptStatistics:
         """Returns the sums that tell."""
         keys, values = pool.all()
-        if self._running.missing:
-            self._complete(keys, values, step, pool.positions)
+        self._running.complete(keys, values, step.visible, pool.positions)
         statistics = self._running.total(exact)
         new = statistics.projection(self._config.partial_dim(keys.shape[3]))
         old = self._partial_keys
@@ -289,23 +280,6 @@ class InfiniGenPolicy(Policy):
             self._partial_keys.keep_rows(keep, old)
         self._value_map = self._fit_values(new, statistics, keep)
         return statistics
-
-    def _complete(self, keys: Tensor, values: Tensor, step: Step, positions: Tensor | None) -> None:
-        """Sum up the keys of tokens again whose sums went with later ones that were taken back.
-
-        ``keys`` and ``values`` are of the tokens at ``positions`` ``(B, T)``; None for all in
-        order. Of tokens that have been evicted meanwhile nothing is told.
-        """
-        first, weight = self._running.missing, None
-        if positions is not None:
-            weight = (positions < first).float()
-            if step.visible is not None:
-                weight = weight * step.visible.to(positions.device).gather(1, positions)
-        else:
-            keys, values = keys[:, :, :first], values[:, :, :first]
-            if step.visible is not None:
-                weight = step.visible[:, :first].float()
-        self._running.complete(keys, values, None if weight is None else weight.to(keys.device))
 
     def _fit_values(
         self, projection: Projection, statistics: PromptStatistics, keep: Tensor | None = None
@@ -320,27 +294,6 @@ class InfiniGenPolicy(Policy):
         return new.with_rows(keep, self._value_map)
 
 
-def _empty_statistics(
-    skew: Tensor | None, tail: bool, keys: Tensor, values: Tensor
-) -> PromptStatistics:
-    if skew is not None:
-        return Magnitudes.start(keys, skew)
-    return Moments.start(keys, values if tail else None)
-
-
 def _candidates(step: Step, pool: Pool) -> Candidates:
     positions = pool.positions
     return step.candidates if positions is None else HeldCandidates(step, positions)
-
-
-def _seen(
-    query: Tensor, keys: Tensor, values: Tensor, step: Step, weight: Tensor | None
-) -> SeenTokens:
-    """A forward's new tokens, of which those of ``weight`` ``(B, Q)`` 0 do not count."""
-    begins = ends = None
-    if not step.selecting and step.queries > 1:
-        begins, ends = TURN, TURN if step.may_end_prompt else PART
-    return SeenTokens(
-        query, keys, values, step.before.to(keys.device),
-        None if weight is None else weight.to(keys.device), step.start, begins, ends,
-    )  # fmt: skip

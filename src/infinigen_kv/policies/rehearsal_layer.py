@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from infinigen_kv.rehearsal.statistics import Magnitudes, Moments, PromptStatistics
+
 if TYPE_CHECKING:
     from infinigen_kv.policies.step import Step
 
@@ -26,6 +28,12 @@ class RehearsalLayer:
     softcap: float | None
     alpha: float
     """The layer's own, see `InfiniGenConfig`."""
+
+    def sums(self, keys: Tensor, values: Tensor, *, tail: bool) -> PromptStatistics:
+        """Empty sums for keys and values like these; of values only where a ``tail`` wants them."""
+        if self.skew is not None:
+            return Magnitudes.start(keys, self.skew)
+        return Moments.start(keys, values if tail else None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RehearsalLayer:
         """The same one: copies of a cache share the model's weights."""

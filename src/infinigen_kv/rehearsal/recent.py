@@ -6,10 +6,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from infinigen_kv.rehearsal.checkpoints import PART, TURN
+
+if TYPE_CHECKING:
+    from infinigen_kv.policies.step import Step
 
 LEAST = 32  # of the newest tokens that wait whatever comes, so that any of them can be taken back
 MOST = 64  # tokens that wait when others come; a draft that is verified at once is no longer
@@ -36,6 +41,22 @@ class SeenTokens:
     start: int
     begins: int | None = None
     ends: int | None = None
+
+    @classmethod
+    def of(
+        cls, query: Tensor, key: Tensor, value: Tensor, step: Step, weight: Tensor | None
+    ) -> SeenTokens:
+        """A forward's new tokens, of which those with a ``weight`` of 0 do not count."""
+        begins = ends = None
+        if not step.selecting and step.queries > 1:
+            begins, ends = TURN, TURN if step.may_end_prompt else PART
+        position = step.before.to(key.device)
+        weight = None if weight is None else weight.to(key.device)
+        return cls(query, key, value, position, weight, step.start, begins, ends)
+
+    def weighing(self, weight: Tensor) -> SeenTokens:
+        """The same tokens, weighed otherwise."""
+        return replace(self, weight=weight.to(self.key.device))
 
     @property
     def tokens(self) -> int:

@@ -79,21 +79,37 @@ class RunningStatistics:
         if self._recent.tokens > LEAST:
             self._settle(LEAST)
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def complete(self, keys: Tensor, values: Tensor, weight: Tensor | None) -> None:
-        """Sum up again the first `missing` tokens.
+    def complete(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        visible: Tensor | None,
+        positions: Tensor | None = None,
+    ) -> None:
+        """Sum up again the first `missing` tokens. Those evicted meanwhile stay unknown.
 
         Parameters
         ----------
         keys, values
-            ``(B, H_kv, T, D)`` and ``(B, H_kv, T, D_v)``.
-        weight
-            ``(B, T)``, 0 for padding and for others than these tokens; None for all 1.
+            ``(B, H_kv, T, D)`` and ``(B, H_kv, T, D_v)`` of all that is held.
+        visible
+            ``(B, *)`` False for padding, by position; None where there is none.
+        positions
+            ``(B, T)`` of the tokens held; None for all in order.
         """
+        first, self._missing = self._missing, 0
+        if first == 0:
+            return
         assert self._sums is not None
-        self._sums.observe_keys(keys, weight, values)
-        self._missing = 0
+        if positions is None:
+            part = slice(0, first)
+            keys, values = keys[:, :, part], values[:, :, part]
+            weight = None if visible is None else visible[:, part]
+        else:
+            weight = positions < first
+            if visible is not None:
+                weight = weight & visible.to(positions.device).gather(1, positions)
+        self._sums.observe_keys(keys, None if weight is None else weight.to(keys.device), values)
 
     def total(self, more: SeenTokens | None = None) -> PromptStatistics:
         """The sums of all tokens, those that wait included, and of some ``more``."""
@@ -167,9 +183,9 @@ class RunningStatistics:
     def _until(self, length: int) -> QuerySums:
         """Of the queries before ``length``, as far as is known."""
         assert self._sums is not None
-        known = self._checkpoints.at(length)
-        if known is not None:
-            return known
+        exact = self._checkpoints.at(length)
+        if exact is not None:
+            return exact
         below = self._checkpoints.last_before(length)
         above, end = self._checkpoints.first_beyond(length), self._summed
         sums, real = QuerySums(self._sums.query_sums, self._real)
@@ -180,9 +196,7 @@ class RunningStatistics:
             least = below.state
         # padding comes first, so that those that go are real
         left = torch.minimum((real - (end - length)).clamp_min(0).maximum(least.real), real)
-        weight = self._sums.query_weight
-        share = (weight(left) - weight(least.real)) / (weight(real) - weight(least.real)).clamp_min(
-            1
-        )
+        some, all_of_them, known = map(self._sums.query_weight, (left, real, least.real))
+        share = (some - known) / (all_of_them - known).clamp_min(1)
         share = share.to(sums).view(-1, *[1] * (sums.dim() - 1))
         return QuerySums(least.sums + (sums - least.sums) * share, left)

@@ -7,7 +7,7 @@ Both kinds give the same thing, a `Projection`: the rehearsal's score of a token
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -89,9 +89,8 @@ class PromptStatistics(ABC):
             ``(B, H_kv, Q, D_v)``, for sums that were started with values.
         """
         for block in _blocks(key):
-            weights = _column(weight, key, block)
-            self._add_queries(query[:, :, block], position[:, block], weights)
-            self._add_keys(key[:, :, block], weights, None if value is None else value[:, :, block])
+            self._add_queries(query[:, :, block], position[:, block], _column(weight, key, block))
+        self.observe_keys(key, weight, value)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -112,9 +111,7 @@ class PromptStatistics(ABC):
     @property
     @abstractmethod
     def query_sums(self) -> Tensor:
-        """What the queries have added, ``(B, H_kv, n)``: all that cannot be told from keys and
-        values, which a home holds.
-        """
+        """What the queries have added, ``(B, H_kv, n)``; the rest follows from keys and values."""
 
     @abstractmethod
     def restarted(self, query_sums: Tensor) -> PromptStatistics:
@@ -196,14 +193,13 @@ class Moments(PromptStatistics):
         square, upper = torch.empty_like(self.query_outer), _upper(self.query_outer)
         square[..., upper[0], upper[1]] = query_sums
         square[..., upper[1], upper[0]] = query_sums
-        parts = self.key_outer, self.key_sum, self.count
+        outer, total, count = map(torch.zeros_like, (self.key_outer, self.key_sum, self.count))
         values = None if self.values is None else self.values.emptied()
-        return Moments(self.shift, square, *(torch.zeros_like(part) for part in parts), values)
+        return Moments(self.shift, square, outer, total, count, values)
 
     @staticmethod
     def query_weight(tokens: Tensor) -> Tensor:
-        counted = tokens.double()
-        return (counted * (counted + 1) / 2) ** 2  # the sum of cubes, as `POSITION_POWER` is 3
+        return (tokens.double() * (tokens + 1) / 2) ** 2  # sum of cubes: `POSITION_POWER` is 3
 
     def projection(self, rank: int, key_scatter: Tensor | None = None) -> Projection:
         """As `PromptStatistics.projection`, for keys of another scatter about the same mean."""
@@ -231,14 +227,9 @@ class Moments(PromptStatistics):
         return self.key_sum.device
 
     def rows(self, index: Tensor) -> Moments:
-        return Moments(
-            self.shift[index],
-            self.query_outer[index],
-            self.key_outer[index],
-            self.key_sum[index],
-            self.count[index],
-            None if self.values is None else self.values.rows(index),
-        )
+        values = None if self.values is None else self.values.rows(index)
+        names = "shift", "query_outer", "key_outer", "key_sum", "count"
+        return replace(self, values=values, **{name: getattr(self, name)[index] for name in names})
 
 
 @dataclass(slots=True)
