@@ -6,12 +6,13 @@ import subprocess
 import sys
 
 import infinigen_kv
+from waiting import PATIENCE
 
 
 def python(code: str) -> str:
     """Output of a fresh interpreter."""
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=True
     )
     return done.stdout.strip()
 

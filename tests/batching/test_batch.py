@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -27,6 +27,7 @@ from infinigen_kv.storage.homes.disk import scratch
 from infinigen_kv.storage.pools.linked import LinkedPool
 from linking import apart, failing, nothing_left, open_files
 from rows import lengths_of
+from waiting import PATIENCE
 
 PROMPTS = (30, 12, 41)
 TOKENS = 64
@@ -145,7 +146,7 @@ def test_a_released_row_is_freed_at_once(session: Session) -> None:
         batch.step([kept, row], [3, 4])
         alone = kept.cache.device_bytes
         assert batch.device_bytes > alone
-        held = [weakref.ref(layer.pool) for layer in row.cache.offloaded]
+        held: list[weakref.ref[Any]] = [weakref.ref(layer.pool) for layer in row.cache.offloaded]
         held.append(weakref.ref(row.cache))
         gc.disable()
         try:
@@ -170,7 +171,7 @@ def test_rows_share_kernels_and_rehearsal_weights(session: Session) -> None:
         first, second = joined(batch, (20, 30))
         for one, other in zip(first.cache.offloaded, second.cache.offloaded, strict=True):
             assert one._kernels is other._kernels
-        policies = [row.cache.offloaded[2].policy for row in (first, second)]
+        policies: list[Any] = [row.cache.offloaded[2].policy for row in (first, second)]
         assert policies[0]._layer is policies[1]._layer
 
 
@@ -217,7 +218,7 @@ REFUSED: dict[str, tuple[Callable[[InfiniGenBatch, list[Row]], object], type[Exc
         "must be integers",
     ),
     "words": (
-        lambda batch, rows: batch.step(rows, ["a", "b", "c"]),
+        lambda batch, rows: batch.step(rows, cast(Any, ["a", "b", "c"])),
         InputError,
         "must be integers",
     ),
@@ -340,14 +341,14 @@ def test_one_thread_at_a_time(llama: tuple[Any, Calibration]) -> None:
 
     def wait(*seen: Any) -> None:
         inside.set()
-        assert refused.wait(20)
+        assert refused.wait(PATIENCE)
 
     with attach(*llama, selecting()) as session, session.new_batch(rows=3, tokens=TOKENS) as batch:
         rows = joined(batch, (10, 20))
         handle = llama[0].model.layers[1].mlp.register_forward_pre_hook(wait)
         with ThreadPoolExecutor(1) as pool:
             step = pool.submit(batch.step, rows, [3, 4])
-            assert inside.wait(20)
+            assert inside.wait(PATIENCE)
             try:
                 for use in (
                     lambda: batch.join(tokens(1, 5)),
@@ -358,7 +359,7 @@ def test_one_thread_at_a_time(llama: tuple[Any, Calibration]) -> None:
                         use()
             finally:
                 refused.set()
-            assert step.result(20).shape == (2, tiny.VOCABULARY)
+            assert step.result(PATIENCE).shape == (2, tiny.VOCABULARY)
         handle.remove()
         assert lengths_of(rows) == [11, 21]
 
@@ -549,15 +550,19 @@ def test_a_full_disk_refuses_one_row(
 
 def test_open_files_and_threads_stay_as_many(session: Session, tmp_path: Path) -> None:
     storage = apart("disk-resident", tmp_path)
+    threads = set(threading.enumerate())
     with nothing_left(tmp_path), session.new_batch(rows=3, tokens=TOKENS, storage=storage) as batch:
-        seen = set()
+        files, seen = open_files(), set()
         for request in range(60):
             if not batch.free:
                 batch.release(batch.rows[request % 3])
             batch.join(tokens(1, 5 + request % 30, seed=request))
             batch.step(batch.rows, [3] * len(batch.rows))
-            if request > 20:  # threads start when they are first needed
-                seen.add((len(open_files()), threading.active_count(), batch.storage.bytes_on_disk))
+            assert open_files() <= files
+            # threads start when they are needed: one that writes, and as many as read at once
+            assert len(set(threading.enumerate()) - threads) <= 1 + storage.queue_depth
+            if request > 20:  # the longest row has been there
+                seen.add(batch.storage.bytes_on_disk)
         assert len(seen) == 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from types import SimpleNamespace
 
@@ -12,23 +13,44 @@ import torch
 
 from infinigen_kv.calibration import cost
 from infinigen_kv.calibration.cost import Stages, break_even_tokens, total_seconds
+from waiting import PATIENCE
 
 CPU = torch.device("cpu")
 
 
+class Memory:
+    """Stands for what the process holds.
+
+    That depends on the allocator and on what the system pages out.
+    """
+
+    def __init__(self, rss: int) -> None:
+        self.owner = threading.current_thread()
+        self.set(rss)
+
+    def set(self, rss: int) -> None:
+        self.rss = rss
+        self.watched = threading.Event()  # whether another thread has looked since
+
+    def info(self) -> SimpleNamespace:
+        watched, found = self.watched, SimpleNamespace(rss=self.rss)
+        if threading.current_thread() is not self.owner:
+            watched.set()
+        return found
+
+
 def test_stages_add_up_and_know_their_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
-    # what a process really holds depends on the allocator and on what the system pages out
-    memory = SimpleNamespace(rss=500)
-    monkeypatch.setattr(cost.psutil.Process, "memory_info", lambda process: memory)
+    memory = Memory(500)
+    monkeypatch.setattr(cost.psutil.Process, "memory_info", lambda process: memory.info())
     started = time.perf_counter()
     with Stages(CPU) as stages:
         with stages.stage("first"):
-            memory.rss = 800  # over before the stage ends: the watching thread must see it
-            time.sleep(20 * cost.INTERVAL)
-            memory.rss = 500
+            memory.set(800)  # over before the stage ends: the watching thread must see it
+            assert memory.watched.wait(PATIENCE)
+            memory.set(500)
         for held in (540, 520):
             with stages.stage("second"):
-                memory.rss = held
+                memory.set(held)
                 time.sleep(0.01)
         spent = time.perf_counter() - started
     found = stages.to_dict()

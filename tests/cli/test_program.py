@@ -15,6 +15,7 @@ from infinigen_kv import cli
 from infinigen_kv.calibration.run import DEFAULT_TOKENS
 from infinigen_kv.cli import generate
 from infinigen_kv.errors import CacheStateError, UnsupportedModelError
+from waiting import PATIENCE
 
 COMMANDS = ("demo", "calibrate", "generate", "fidelity", "diagnose")
 
@@ -108,7 +109,7 @@ def program(*words: str, **environment: str) -> subprocess.CompletedProcess[str]
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
         check=False,
     )
 
@@ -123,7 +124,7 @@ def test_help_loads_no_heavy_library() -> None:
         [sys.executable, "-c", code, "--help"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
         check=True,
     )
     assert result.stdout.splitlines()[-1] == "[]"

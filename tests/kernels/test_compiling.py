@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import infinigen_kv
+from waiting import PATIENCE
 
 # Appends one partial key, the quickest of the kernels to compile, and says what came out.
 WORK = """
@@ -48,7 +49,7 @@ def start(dtype: str, sources: Path, home: str, **variables: str) -> subprocess.
 
 def finish(process: subprocess.Popen[str]) -> None:
     try:
-        output, errors = process.communicate(timeout=300)
+        output, errors = process.communicate(timeout=PATIENCE)
     finally:
         process.kill()
     assert (output, errors) == (EXPECTED, "")
@@ -96,5 +97,5 @@ def test_a_change_of_what_is_inlined_is_noticed(sources: Path, tmp_path: Path) -
     module.write_text(
         text.replace("target[place] = np.uint16((bits", "target[place] = np.uint16(0 * (bits")
     )
-    output, _ = start("bfloat16", sources, os.devnull, **variables).communicate(timeout=300)
+    output, _ = start("bfloat16", sources, os.devnull, **variables).communicate(timeout=PATIENCE)
     assert output == "native [2.0, 2.0, 0.0, 0.0]\n"

@@ -24,6 +24,7 @@ from infinigen_kv.cache.cache import InfiniGenCache
 from infinigen_kv.kernels.native.kernels import NativeKernels
 from infinigen_kv.storage.pools.entries import Entries
 from linking import apart
+from waiting import PATIENCE
 
 PROMPT, LENGTH = 40, 44
 STORAGE: dict[str, dict[str, Any] | None] = {
@@ -57,7 +58,7 @@ def new_cache(session: Session, storage: str, folder: Path) -> InfiniGenCache:
 @contextmanager
 def breaking(cache: InfiniGenCache, number: float) -> Iterator[None]:
     """The last layer's prediction is broken, once others have moved their entries."""
-    policy = cache.offloaded[-1].policy
+    policy: Any = cache.offloaded[-1].policy
     layer, whole = policy._layer, policy._layer.predict_query
 
     def predict(hidden: Tensor, step: Any) -> Tensor:
@@ -168,7 +169,7 @@ def test_two_kernels_compute_at_the_same_time() -> None:
     def work(problem: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
         query, keys, values = problem
         kernels = NativeKernels()
-        start.wait(20)
+        start.wait(PATIENCE)
         return [
             kernels.attend(
                 query,

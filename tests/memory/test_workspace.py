@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-from torch.profiler import ProfilerActivity, profile
+import torch
 
 import tiny
+from allocations import allocated
 from calibrating import calibrate_tiny, feed, tokens
 from infinigen_kv import Calibration, StorageConfig, attach
 from infinigen_kv.cache.forward import prefill
@@ -25,17 +25,11 @@ def llama() -> tuple[Any, Calibration]:
     return model, calibrate_tiny(model)
 
 
-def allocated(call: Callable[[], object]) -> tuple[int, int]:
-    """The largest amount of memory that PyTorch had taken during a call, and at its end."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
-        call()
-    assert found.profiler is not None
-    events = [each for each in found.profiler.kineto_results.events() if each.name() == "[memory]"]
-    now = most = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        most = max(most, now)
-    return most, now
+def test_what_was_there_before_does_not_count() -> None:
+    made: list[torch.Tensor] = []
+    assert allocated(lambda: made.append(torch.empty(1 << 20, dtype=torch.uint8)))[0] == 1 << 20
+    # the profiler knows the address by now, and tells of the end
+    assert allocated(made.clear) == (0, 0)
 
 
 def lasting(part: Part) -> int:

@@ -6,6 +6,7 @@ import multiprocessing
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from infinigen_kv.errors import InputError
 from infinigen_kv.models import gguf as conversion
 from infinigen_kv.models.gguf import MANIFEST, convert_gguf, converted_folder
 from infinigen_kv.paths import CACHE_VARIABLE
+from waiting import PATIENCE
 
 
 @pytest.fixture
@@ -76,31 +78,32 @@ def test_an_interrupted_conversion_leaves_nothing(gguf: Path, fault: BaseExcepti
     assert len(names(models)) == 1
 
 
-def hang_half_way(gguf: Path, folder: Path) -> None:
-    (folder / "config.json").write_text("{}")
-    time.sleep(60)
+def convert_and_hang(gguf: Path, half_way: Any) -> None:
+    def convert(gguf: Path, folder: Path) -> None:
+        (folder / "config.json").write_text("{}")
+        half_way.set()
+        time.sleep(PATIENCE)
+
+    converted_folder(gguf, convert=convert)
 
 
-def slow_convert(gguf: Path, folder: Path) -> None:
-    (folder.parent.parent / f"converted-{folder.name}").write_text("")
-    fake_convert(gguf, folder)
-    time.sleep(0.5)
+def convert_slowly(gguf: Path, start: Any) -> None:
+    def convert(gguf: Path, folder: Path) -> None:
+        (folder.parent.parent / f"converted-{folder.name}").write_text("")
+        fake_convert(gguf, folder)
+        time.sleep(0.5)  # long enough for the other one to come, as a rule
 
-
-def convert_in_process(gguf: Path, convert: Callable[[Path, Path], None]) -> None:
+    start.wait(PATIENCE)
     converted_folder(gguf, convert=convert)
 
 
 def test_a_killed_process_leaves_nothing_that_is_used(gguf: Path) -> None:
     models = gguf.parent / "cache" / "models"
-    process = multiprocessing.get_context("spawn").Process(
-        target=convert_in_process, args=(gguf, hang_half_way)
-    )
+    context = multiprocessing.get_context("spawn")
+    half_way = context.Event()
+    process = context.Process(target=convert_and_hang, args=(gguf, half_way))
     process.start()
-    deadline = time.monotonic() + 60
-    while not list(models.glob(".*/config.json")):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    assert half_way.wait(PATIENCE)
     process.kill()
     process.join()
     assert len(names(models)) == 1  # the temporary folder
@@ -116,13 +119,12 @@ def test_a_killed_process_leaves_nothing_that_is_used(gguf: Path) -> None:
 
 def test_two_processes_at_once_convert_once(gguf: Path) -> None:
     context = multiprocessing.get_context("spawn")
-    processes = [
-        context.Process(target=convert_in_process, args=(gguf, slow_convert)) for _ in range(2)
-    ]
+    start = context.Barrier(2)
+    processes = [context.Process(target=convert_slowly, args=(gguf, start)) for _ in range(2)]
     for process in processes:
         process.start()
     for process in processes:
-        process.join(120)
+        process.join(PATIENCE)
     assert [process.exitcode for process in processes] == [0, 0]
     assert len(list((gguf.parent / "cache").glob("converted-*"))) == 1
     converted_folder(gguf, convert=refuse_convert)

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -283,5 +283,5 @@ class InfiniGenBatch:
 
     def _known(self, given: TokenIds) -> Tensor:
         """Checked token ids ``(n,)``, on the model's device."""
-        model = self._session.model
+        model: Any = self._session.model
         return as_token_ids(given, model.get_input_embeddings().num_embeddings).to(model.device)

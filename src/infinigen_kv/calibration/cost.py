@@ -36,6 +36,7 @@ class Stages:
         self._seconds: dict[str, float] = {}
         self._peaks: dict[str, tuple[int, int]] = {}
         self._base = self._held()
+        self._looking = threading.Lock()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="infinigen-kv-memory", daemon=True)
 
@@ -81,9 +82,10 @@ class Stages:
         return host, 0 if self._device is None else torch.cuda.memory_allocated(self._device)
 
     def _look(self, name: str) -> None:
-        before = self._peaks.get(name, (0, 0))
-        beyond = [now - base for now, base in zip(self._held(), self._base, strict=True)]
-        self._peaks[name] = max(before[0], beyond[0]), max(before[1], beyond[1])
+        with self._looking:  # the other thread's peak is not to be lost
+            before = self._peaks.get(name, (0, 0))
+            beyond = [now - base for now, base in zip(self._held(), self._base, strict=True)]
+            self._peaks[name] = max(before[0], beyond[0]), max(before[1], beyond[1])
 
     def _watch(self) -> None:
         while not self._over.wait(INTERVAL):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from infinigen_kv.errors import InputError
 from infinigen_kv.storage.homes.store import RamStore
 from infinigen_kv.storage.link import PAPER_RATIO, Link, LinkSpec, Pace, paper_rate
 from infinigen_kv.storage.link import base as link_module
+from waiting import PATIENCE
 
 RATE, LATENCY = 1000.0, 0.25  # bytes per second, seconds
 ROWS, HEADS, ENTRY = 2, 3, 10
@@ -191,15 +193,15 @@ def test_close_waits_and_ends_the_threads() -> None:
     link = Link(queue_depth=3)
     assert link.readers is not None and link.writer is not None
     meeting = threading.Barrier(3)  # three readers at once, or the test fails
-    jobs = [link.readers.submit(meeting.wait, 20) for _ in range(3)]
+    jobs: list[Future[Any]] = [link.readers.submit(meeting.wait, PATIENCE) for _ in range(3)]
     order: list[int] = []
     jobs += [link.writer.submit(order.append, number) for number in range(50)]
     assert len(set(threading.enumerate()) - before) == 4
-    assert jobs[-1].result(20) is None
+    assert jobs[-1].result(PATIENCE) is None
     link.close()
     link.close()
     assert order == list(range(50))
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before
     with pytest.raises(RuntimeError):
         link.readers.submit(print)
 

@@ -17,6 +17,7 @@ from infinigen_kv.storage.homes.disk.jobs import (
     WriteBehind,
     settle,
 )
+from waiting import PATIENCE
 
 
 @pytest.fixture
@@ -58,14 +59,42 @@ def test_many_bytes_are_worth_more_tasks(pool: ThreadPoolExecutor) -> None:
 
 def test_whoever_waits_helps() -> None:
     """Also when the executor has dropped the tasks, or is busy with something that never ends."""
-    gate, done = threading.Event(), []
+    gate, done = threading.Event(), list[int]()
     with ThreadPoolExecutor(1) as busy:
-        busy.submit(gate.wait, 10)
+        busy.submit(gate.wait, PATIENCE)
         batch = Batch(done.append, [(1,), (2,)], busy, depth=2)
         busy.shutdown(wait=False, cancel_futures=True)
         batch.wait()
         gate.set()
     assert done == [1, 2]
+
+
+def fails_at_second(begun: list[int], piece: int) -> None:
+    begun.append(piece)
+    if piece == 1:
+        raise HomeError("broken")
+
+
+def test_a_task_that_fails_leaves_the_rest() -> None:
+    begun: list[int] = []
+    with ThreadPoolExecutor(1) as pool:
+        batch = Batch(fails_at_second, [(begun, piece) for piece in range(50)], pool, depth=1)
+        assert settle(batch.futures) is not None
+        with pytest.raises(HomeError, match="broken"):
+            batch.wait()
+    assert begun == [0, 1]
+
+
+def test_whoever_waits_and_fails_leaves_the_rest() -> None:
+    gate, begun = threading.Event(), list[int]()
+    with ThreadPoolExecutor(1) as busy:
+        busy.submit(gate.wait, PATIENCE)
+        batch = Batch(fails_at_second, [(begun, piece) for piece in range(50)], busy, depth=1)
+        busy.shutdown(wait=False, cancel_futures=True)
+        with pytest.raises(HomeError, match="broken"):
+            batch.wait()
+        gate.set()
+    assert begun == [0, 1]
 
 
 def test_without_an_executor_the_work_is_done_at_once() -> None:
@@ -95,13 +124,20 @@ def test_the_first_failed_write_is_raised_from_then_on(
 
 
 def test_stopping_drops_what_has_not_begun(pool: ThreadPoolExecutor) -> None:
-    gate, done = threading.Event(), []
+    begun, gate, done = threading.Barrier(3), threading.Event(), []
+
+    def work(number: int) -> None:
+        begun.wait(PATIENCE)
+        assert gate.wait(PATIENCE)
+        done.append(number)
+
     writes = WriteBehind(pool, limit=100)
-    for _ in range(2):
-        writes.submit(1, gate.wait, 10)
-    writes.submit(1, done.append, 1)
-    threading.Timer(0.05, gate.set).start()
+    for number in range(2):
+        writes.submit(1, work, number)
+    (last,) = writes.submit(1, done.append, 2)
+    last.add_done_callback(lambda future: gate.set())  # cancelled, or stopping never ends
+    begun.wait(PATIENCE)
     writes.stop()
-    assert gate.is_set()
-    assert done == []
+    assert last.cancelled()
+    assert sorted(done) == [0, 1]
     assert writes.waiting == 0
