@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._profiler import _EventType
+from torch._C._profiler import _ExtraFields_Allocation
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -95,7 +95,7 @@ def _changes(profiled: profile) -> list[tuple[int, int]]:
     while pending:
         event = pending.pop()
         pending += event.children
-        if event.tag == _EventType.Allocation:
-            fields = event.extra_fields
+        fields = event.extra_fields
+        if isinstance(fields, _ExtraFields_Allocation):
             found.append((event.start_time_ns, fields.ptr, fields.alloc_size))
     return [(address, nbytes) for _, address, nbytes in sorted(found, key=lambda change: change[0])]

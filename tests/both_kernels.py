@@ -7,17 +7,17 @@ import pytest
 import torch
 
 from infinigen_kv.kernels.base import Kernels
-from infinigen_kv.kernels.finding import NATIVE_DTYPES, find_kernels
+from infinigen_kv.kernels.finding import NATIVE_DTYPES, KernelsName, find_kernels
 from infinigen_kv.session import attach as session
 
+BOTH: tuple[KernelsName, ...] = ("native", "torch") if find_spec("numba") else ("torch",)
 
-@pytest.fixture(params=["native", "torch"], scope="module", autouse=True)
-def both_kernels(request: pytest.FixtureRequest) -> Iterator[str]:
+
+@pytest.fixture(params=BOTH, scope="module", autouse=True)
+def both_kernels(request: pytest.FixtureRequest) -> Iterator[KernelsName]:
     """Whatever asks for ``auto`` gets these; float16 has no native ones."""
-    if request.param == "native" and find_spec("numba") is None:
-        pytest.skip("numba is not installed")
 
-    def find(name: str, device: torch.device, dtype: torch.dtype) -> Kernels:
+    def find(name: KernelsName, device: torch.device, dtype: torch.dtype) -> Kernels:
         known = name == "auto" and (request.param == "torch" or dtype in NATIVE_DTYPES)
         return find_kernels(request.param if known else name, device, dtype)
 

@@ -13,13 +13,16 @@ from infinigen_kv.cache.forward import cache_argument
 from tiny import PAD_TOKEN, VOCABULARY
 
 
-class RandomTokenizer:
+class _RandomTokenizer:
     """Gives every text its own random token ids, as many as it has characters."""
 
     def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
         generator = torch.Generator().manual_seed(len(text))
         ids = torch.randint(3, VOCABULARY, (len(text),), generator=generator)
         return {"input_ids": ids.tolist()}
+
+
+RandomTokenizer: Any = _RandomTokenizer  # takes a tokenizer's place
 
 
 def calibrate_tiny(model: PreTrainedModel, *, rank: int = 4) -> Calibration:
@@ -101,12 +104,13 @@ def reference(
 
 def generate(
     model: PreTrainedModel, ids: Tensor | None, cache: Any = None, *, new: int, **options: Any
-) -> Tensor:
+) -> Any:
     """Greedy `model.generate`; the new tokens alone, or an output object if one is asked for."""
     if cache is None:
         cache = DynamicCache(config=model.config)
     settings = {"do_sample": False, "pad_token_id": PAD_TOKEN, cache_argument(model): cache}
-    output = model.generate(ids, max_new_tokens=new, **{**settings, **options})
+    generating: Any = model
+    output = generating.generate(ids, max_new_tokens=new, **{**settings, **options})
     if not isinstance(output, Tensor) or ids is None:
         return output
     return output[:, ids.shape[1] :]

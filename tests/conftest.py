@@ -13,12 +13,45 @@ from hypothesis import HealthCheck, settings
 
 from infinigen_kv.models.loading import EMBEDDED_INSTALL, EMBEDDED_PACKAGE, LoadedModel, load_model
 
-# Timings on a busy machine say nothing about the code, and a run fails for what was changed, not
-# for what was drawn: `pytest --hypothesis-profile=search` draws anew each time.
+# Timings on a busy machine say nothing about the code, and a run is to fail for what was changed,
+# not for what was drawn: `pytest --hypothesis-profile=search` draws anew each time.
 SEARCH = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("search", SEARCH)
 settings.register_profile("project", SEARCH, derandomize=True)
 settings.load_profile("project")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--no-skips", action="store_true", help="fail if a test is skipped that needs no GPU"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without a compiler there are no tests of compiled code."""
+    if importlib.util.find_spec("numba") is None:
+        native = [item for item in items if item.get_closest_marker("native")]
+        config.hook.pytest_deselected(items=native)
+        items[:] = [item for item in items if item not in native]
+
+
+def _skipped(config: pytest.Config) -> list[str]:
+    """Tests and files that were skipped, and may not be."""
+    if not config.getoption("--no-skips"):
+        return []
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    skipped = reporter.stats.get("skipped", []) if reporter else []
+    return [report.nodeid for report in skipped if "gpu" not in report.keywords]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if _skipped(session.config) and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for name in _skipped(terminalreporter.config):
+        terminalreporter.write_line(f"skipped, which --no-skips forbids: {name}")
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ from infinigen_kv.storage.homes import pinned as pinned_module
 from infinigen_kv.storage.homes.buffer import TokenBuffer
 from infinigen_kv.storage.link import cuda, staging
 from infinigen_kv.storage.link.lane import Gather, Lane
-from infinigen_kv.storage.link.streams import Way
+from infinigen_kv.storage.link.streams import Event, Way
 
 UNWRITTEN = 0xAB
 
@@ -78,7 +78,7 @@ class LateStreams:
         queue = self.queues[way]
         return LateEvent(queue, queue.done + len(queue.waiting))
 
-    def hand_over(self, event: LateEvent, tensor: Tensor) -> None:
+    def hand_over(self, event: Event, tensor: Tensor) -> None:
         event.synchronize()
 
     def gather_rows(self, source: Tensor, index: Tensor, target: Tensor) -> None:

@@ -13,7 +13,8 @@ from infinigen_kv_lab.figures.drawing import Canvas
 
 def check_legible(canvas: Canvas) -> None:
     """No text of a finished canvas lies over another or outside."""
-    renderer: Any = canvas.figure.canvas.get_renderer()
+    drawn: Any = canvas.figure.canvas
+    renderer = drawn.get_renderer()
     width, height = canvas.figure.bbox.size
     boxes = [(text.get_text(), text.get_window_extent(renderer)) for text in texts(canvas)]
     assert len(boxes) > 8
@@ -30,7 +31,8 @@ def texts(canvas: Canvas) -> Iterator[Text]:
     found = [*figure.texts]
     for legend in figure.legends:
         found += [*legend.get_texts(), legend.get_title()]
-    for axes in (each for each in figure.axes if each.get_visible()):
+    visible: list[Any] = [each for each in figure.axes if each.get_visible()]
+    for axes in visible:
         found += [axes.title, axes._left_title, axes.xaxis.label, axes.yaxis.label, *axes.texts]
         for axis in (axes.xaxis, axes.yaxis):
             low, high = sorted(axis.get_view_interval())

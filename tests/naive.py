@@ -135,6 +135,7 @@ class NaiveSelection:
 
     def _select(self, margins: list[list[float]]) -> list[set[int]]:
         config, cached = self._config, len(margins[0])
+        assert not isinstance(config.alpha, tuple)
         kept = {
             t for t in range(cached) if t < config.sink_tokens or t >= cached - config.recent_tokens
         }

@@ -24,7 +24,7 @@ class Chooser(Protocol):
     def read(self, weights: Weights, group: int) -> None:
         """One query of the prompt has given this to the tokens up to itself."""
 
-    def choose(self, cached: int, score: Callable[[int, Array], float], keys: Array) -> set[int]:
+    def choose(self, cached: int, score: GroupScore, keys: Array) -> set[int]:
         """What a step attends to, its own token apart. ``score(g, key)`` of query head g."""
 
     def attended(self, weights: Weights, group: int) -> None:

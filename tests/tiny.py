@@ -58,30 +58,30 @@ _GROUPED: Mapping[str, Any] = MappingProxyType(
 _MIXED_LAYERS = ("sliding_attention", "full_attention", "sliding_attention", "full_attention")
 
 
-def llama(**changes: Any) -> PreTrainedModel:
+def llama(**changes: Any) -> Any:
     """Grouped heads, no biases."""
     return _build(LlamaForCausalLM, LlamaConfig, {**_GROUPED, **changes})
 
 
-def mistral(**changes: Any) -> PreTrainedModel:
+def mistral(**changes: Any) -> Any:
     """Grouped heads, no window unless asked for."""
     return _build(
         MistralForCausalLM, MistralConfig, {**_GROUPED, "sliding_window": None, **changes}
     )
 
 
-def qwen2(**changes: Any) -> PreTrainedModel:
+def qwen2(**changes: Any) -> Any:
     """Grouped heads; biases on query, key and value."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_key_value_heads": 2}
     return _build(Qwen2ForCausalLM, Qwen2Config, {**sizes, **changes})
 
 
-def qwen3(**changes: Any) -> PreTrainedModel:
+def qwen3(**changes: Any) -> Any:
     """Grouped heads; norms on the heads of query and key."""
     return _build(Qwen3ForCausalLM, Qwen3Config, {**_GROUPED, **changes})
 
 
-def gemma2(**changes: Any) -> PreTrainedModel:
+def gemma2(**changes: Any) -> Any:
     """Capped scores, sliding and full layers by turns, a scaling other than D ** -0.5."""
     settings = {
         **_GROUPED,
@@ -94,7 +94,7 @@ def gemma2(**changes: Any) -> PreTrainedModel:
     return _build(Gemma2ForCausalLM, Gemma2Config, {**settings, **changes})
 
 
-def gemma3(**changes: Any) -> PreTrainedModel:
+def gemma3(**changes: Any) -> Any:
     """Head norms, a rotary base for each kind of layer, a scaling other than D ** -0.5."""
     settings = {
         **_GROUPED,
@@ -105,7 +105,7 @@ def gemma3(**changes: Any) -> PreTrainedModel:
     return _build(Gemma3ForCausalLM, Gemma3TextConfig, {**settings, **changes})
 
 
-def phi3(**changes: Any) -> PreTrainedModel:
+def phi3(**changes: Any) -> Any:
     """Fused projection, grouped heads, half of each head rotated."""
     settings = {
         "hidden_size": 64,
@@ -120,7 +120,7 @@ def phi3(**changes: Any) -> PreTrainedModel:
     return _build(Phi3ForCausalLM, Phi3Config, {**settings, **changes})
 
 
-def gpt_neox(**changes: Any) -> PreTrainedModel:
+def gpt_neox(**changes: Any) -> Any:
     """Fused projection with biases, a quarter of each head rotated."""
     settings = {
         "hidden_size": 64,
@@ -134,12 +134,12 @@ def gpt_neox(**changes: Any) -> PreTrainedModel:
     return _build(GPTNeoXForCausalLM, GPTNeoXConfig, {**settings, **changes})
 
 
-def opt(**changes: Any) -> PreTrainedModel:
+def opt(**changes: Any) -> Any:
     """Learned positions, biases everywhere."""
     return _build(OPTForCausalLM, OPTConfig, {"hidden_size": 64, "ffn_dim": 96, **changes})
 
 
-TINY: Mapping[str, Callable[[], PreTrainedModel]] = MappingProxyType(
+TINY: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         "opt": opt,
         # The layout of OPT-350m: norms after attention, embeddings of another size.
@@ -159,8 +159,9 @@ TINY: Mapping[str, Callable[[], PreTrainedModel]] = MappingProxyType(
 
 def _build(
     model_class: type[PreTrainedModel], config_class: Any, settings: Mapping[str, Any]
-) -> PreTrainedModel:
-    model = model_class(config_class(**{**_COMMON, **settings})).to(torch.float32)
+) -> Any:
+    model: Any = model_class(config_class(**{**_COMMON, **settings}))
+    model.to(torch.float32)
     randomise(model, seed=1234)
     return model.eval()
 

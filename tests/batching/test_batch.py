@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -146,7 +146,7 @@ def test_a_released_row_is_freed_at_once(session: Session) -> None:
         batch.step([kept, row], [3, 4])
         alone = kept.cache.device_bytes
         assert batch.device_bytes > alone
-        held = [weakref.ref(layer.pool) for layer in row.cache.offloaded]
+        held: list[weakref.ref[Any]] = [weakref.ref(layer.pool) for layer in row.cache.offloaded]
         held.append(weakref.ref(row.cache))
         gc.disable()
         try:
@@ -171,7 +171,7 @@ def test_rows_share_kernels_and_rehearsal_weights(session: Session) -> None:
         first, second = joined(batch, (20, 30))
         for one, other in zip(first.cache.offloaded, second.cache.offloaded, strict=True):
             assert one._kernels is other._kernels
-        policies = [row.cache.offloaded[2].policy for row in (first, second)]
+        policies: list[Any] = [row.cache.offloaded[2].policy for row in (first, second)]
         assert policies[0]._layer is policies[1]._layer
 
 
@@ -218,7 +218,7 @@ REFUSED: dict[str, tuple[Callable[[InfiniGenBatch, list[Row]], object], type[Exc
         "must be integers",
     ),
     "words": (
-        lambda batch, rows: batch.step(rows, ["a", "b", "c"]),
+        lambda batch, rows: batch.step(rows, cast(Any, ["a", "b", "c"])),
         InputError,
         "must be integers",
     ),

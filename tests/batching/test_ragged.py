@@ -31,7 +31,7 @@ FAMILIES = ("opt", "llama", "mistral_sliding", "qwen2", "qwen3", "gemma2", "gemm
 ROWS = 3
 SCRIPT = random_script((30, 7, 52, 1, 41), (9, 12, 6, 10, 8), rows=ROWS, seed=1)
 TOKENS = 64
-CLOSE: dict[str, float] = {"atol": 5e-5, "rtol": 1e-4}  # matrix products round by their width
+CLOSE: dict[str, Any] = {"atol": 5e-5, "rtol": 1e-4}  # matrix products round by their width
 
 
 @pytest.fixture(scope="module")
@@ -280,7 +280,7 @@ def test_only_a_batch_feeds_its_rows(llama: tuple[Any, Calibration]) -> None:
         with pytest.raises(CacheStateError, match=r"InfiniGenBatch\.step"):
             forward(model, tokens(2, 1), cache)
         for queries, mask in ((2, None), (1, torch.ones(2, 21))):
-            inputs = {} if mask is None else {"attention_mask": mask}
+            inputs: dict[str, Any] = {} if mask is None else {"attention_mask": mask}
             refused = pytest.raises(CacheStateError, match="one token each")
             with refused, cache.one_token():
                 forward(model, tokens(2, queries), cache, **inputs)

@@ -32,7 +32,10 @@ from infinigen_kv import CacheStateError, Calibration, InfiniGenConfig, Session,
 from infinigen_kv.cache.recorder import FetchRecorder
 
 FAMILIES = ("llama", "opt", "gemma2")
-EXACT = {"full": {"policy": "ideal"}, "covering": {}}  # both must equal full attention
+EXACT: dict[str, dict[str, Any]] = {
+    "full": {"policy": "ideal"},
+    "covering": {},
+}  # both must equal full attention
 LENGTH, PROMPT = 52, 40
 
 

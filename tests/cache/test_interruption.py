@@ -232,11 +232,12 @@ def _break(where: str, failure: type[BaseException]) -> tuple[dict[str, Any], bo
             raise failure
         return scores
 
-    return {
+    faults: dict[str, tuple[dict[str, Any], bool]] = {
         "streamer": ({"streamer": Streamer()}, False),
         "processor": ({"logits_processor": [process]}, False),
         "forward": ({}, True),
-    }[where]
+    }
+    return faults[where]
 
 
 # Attaching.

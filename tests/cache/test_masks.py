@@ -36,6 +36,7 @@ def test_no_mask_where_the_order_says_it_all(queries: int, mask: Tensor | None) 
     given |= {"q_offset": 9 - queries, "attention_mask": mask}
     assert decoder_mask(**given) is None
     written_out = sdpa_mask(**given, allow_is_causal_skip=False)
+    assert written_out is not None
     assert torch.equal(
         written_out, causal_mask(queries, 9, torch.device("cpu")).expand(2, -1, -1, -1)
     )
@@ -55,9 +56,17 @@ def test_no_mask_where_the_order_says_it_all(queries: int, mask: Tensor | None) 
     ],
 )
 def test_all_others_are_transformers_own(changes: dict[str, Any]) -> None:
-    given = {"batch_size": 2, "q_length": 4, "kv_length": 9, "q_offset": 5, "kv_offset": 0}
+    given: dict[str, Any] = {
+        "batch_size": 2,
+        "q_length": 4,
+        "kv_length": 9,
+        "q_offset": 5,
+        "kv_offset": 0,
+    }
     given |= {"mask_function": causal_mask_function, **changes}
-    assert torch.equal(decoder_mask(**given), sdpa_mask(**given))
+    ours, own = decoder_mask(**given), sdpa_mask(**given)
+    assert ours is not None and own is not None
+    assert torch.equal(ours, own)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])

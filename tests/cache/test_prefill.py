@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -224,7 +224,8 @@ def test_partial_keys_of_pieces_are_those_of_one_shot(
         for chunk in (None, CHUNK):
             cache = session.new_cache(storage=StorageConfig(resident_layers=()))
             prefill(session, cache, ids, chunk=chunk)
-            held = [layer.policy._partial_keys for layer in cache.offloaded[1:]]
+            policies: list[Any] = [layer.policy for layer in cache.offloaded[1:]]
+            held = [policy._partial_keys for policy in policies]
             assert all(each.length == PROMPT for each in held)
             query = torch.randn(2, 4, 1, 16, generator=torch.Generator().manual_seed(3))
             scores.append([each.scores(query, 1.0, None) for each in held])
@@ -335,7 +336,7 @@ def test_the_facade_reads_in_pieces_and_keeps_the_last_logits_only(
     llama: tuple[Any, Calibration],
 ) -> None:
     model, calibration = llama
-    facade = LanguageModel(LoadedModel(model, Words(), "tiny"), calibration, selecting())
+    facade = LanguageModel(LoadedModel(model, cast(Any, Words()), "tiny"), calibration, selecting())
     prompt = " ".join(map(str, tokens(1, PROMPT)[0].tolist()))
     fed: list[int] = []
     decoded: list[int] = []

@@ -19,7 +19,7 @@ from calibrating import calibrate_tiny, feed, left_padded, run, selecting, token
 from infinigen_kv import InfiniGenCache, InfiniGenConfig, attach
 from infinigen_kv.cache.forward import prefill
 from infinigen_kv.cache.recorder import FetchRecorder
-from infinigen_kv.kernels.finding import find_kernels
+from infinigen_kv.kernels.finding import KernelsName, find_kernels
 from infinigen_kv.policies.infinigen import InfiniGenPolicy
 from infinigen_kv.policies.rehearsal_layer import RehearsalLayer
 from infinigen_kv.policies.step import Step
@@ -90,7 +90,7 @@ def test_settings_of_these_tests_reach_the_cap_and_do_not() -> None:
 def test_full_rank_with_an_exact_prediction_ranks_as_the_true_scores(
     rehearsal: str,
     softcap: float | None,
-    both_kernels: str,  # noqa: F811
+    both_kernels: KernelsName,  # noqa: F811
 ) -> None:
     rows, heads, kv_heads, dim, count = 2, 6, 2, 16, 30
     generator = torch.Generator().manual_seed(5)
@@ -120,7 +120,9 @@ def test_full_rank_with_an_exact_prediction_ranks_as_the_true_scores(
     pool.append(keys, values)
     policy.observe(random(rows, heads, count, dim), keys, values, prompt, pool, None)
     step = _step(config, start=count, queries=1, selecting=True)
-    selection = policy.rehearse(policy.predict(random(rows, 1, 8), step), step, pool)
+    query = policy.predict(random(rows, 1, 8), step)
+    assert query is not None
+    selection = policy.rehearse(query, step, pool)
     assert selection is not None
     for row in range(rows):
         found = []
@@ -229,7 +231,8 @@ def test_selection_resumes_after_another_prompt() -> None:
         recorder = recording(cache)
         feed(model, cache, ids, None, slice(55, 56))
         for layer in cache.offloaded[1:]:
-            buffer = layer.policy._partial_keys
+            policy: Any = layer.policy
+            buffer = policy._partial_keys
             assert buffer is not None and buffer.length == 56
     assert {len(head) for heads in as_sets(recorder, (0,), 55).values() for head in heads} == {16}
 

@@ -261,7 +261,10 @@ def test_a_header_of_the_wrong_shape(saved: Path, name: str, value: Any) -> None
         ("-1", {"unexplained": 0.25}),
         ("", {"unexplained": 0.25}),
         *(("1", fit) for fit in (None, 0.25, [0.25], "text", {}, {"own_weights": 0.25})),
-        *(("1", {"unexplained": share}) for share in (None, "0.25", [0.25], {}, True)),
+        *(
+            ("1", {"unexplained": share})
+            for share in (None, "0.25", [0.25], dict[str, Any](), True)
+        ),
     ],
 )
 def test_a_report_of_the_wrong_shape(saved: Path, layer: str, fit: Any) -> None:

@@ -1,9 +1,12 @@
 """The skew folded into OPT's weights changes nothing but the columns' magnitudes."""
 
+from typing import Any, cast
+
 import pytest
 import torch
+from torch import Tensor
 
-from infinigen_kv import CalibrationError, InputError, calibrate
+from infinigen_kv import Calibration, CalibrationError, InputError, calibrate
 from infinigen_kv.calibration.folding import fold_skew
 from infinigen_kv.models.adapters import adapter_for
 from tiny import TINY, VOCABULARY
@@ -12,23 +15,23 @@ from tiny import TINY, VOCABULARY
 class TokenIds:
     """Reads a text of numbers as token ids."""
 
-    def __call__(self, text, **options):
+    def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
         return {"input_ids": [int(word) for word in text.split()]}
 
 
 @pytest.fixture(scope="module")
-def opt():
+def opt() -> tuple[Any, Calibration]:
     model = TINY["opt"]()
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randint(VOCABULARY, (2048,), generator=generator).tolist()
     text = " ".join(map(str, numbers))
     calibration = calibrate(
-        model, TokenIds(), [text], tokens=2048, window=128, rank=4, use_cache=False
+        model, cast(Any, TokenIds()), [text], tokens=2048, window=128, rank=4, use_cache=False
     )
     return model, calibration
 
 
-def queries(model, index, ids):
+def queries(model: Any, index: int, ids: Tensor) -> Tensor:
     """Queries of a layer as its attention uses them, by a hook on the projection."""
     seen = []
     projection = adapter_for(model).layers[index].module.q_proj
@@ -40,7 +43,7 @@ def queries(model, index, ids):
     return seen[0].reshape(-1, spec.num_heads, spec.head_dim).transpose(0, 1)  # (H, n, D)
 
 
-def test_logits_stay_and_original_is_untouched(opt):
+def test_logits_stay_and_original_is_untouched(opt: tuple[Any, Calibration]) -> None:
     model, calibration = opt
     before = {name: value.clone() for name, value in model.state_dict().items()}
     folded, _ = fold_skew(model, calibration)
@@ -51,7 +54,7 @@ def test_logits_stay_and_original_is_untouched(opt):
         assert torch.equal(value, before[name])
 
 
-def test_folded_queries_are_the_skewed_ones(opt):
+def test_folded_queries_are_the_skewed_ones(opt: tuple[Any, Calibration]) -> None:
     model, calibration = opt
     folded, _ = fold_skew(model, calibration)
     ids = torch.arange(64)[None] % VOCABULARY
@@ -60,7 +63,9 @@ def test_folded_queries_are_the_skewed_ones(opt):
         torch.testing.assert_close(queries(folded, index, ids), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_new_calibration_belongs_to_the_new_model_and_predicts_skewed_queries(opt):
+def test_new_calibration_belongs_to_the_new_model_and_predicts_skewed_queries(
+    opt: tuple[Any, Calibration],
+) -> None:
     model, calibration = opt
     folded, moved = fold_skew(model, calibration)
     moved.check_model(adapter_for(folded))
@@ -76,6 +81,6 @@ def test_new_calibration_belongs_to_the_new_model_and_predicts_skewed_queries(op
         assert torch.equal(moved.layers[index].skew[0], torch.eye(dim))
 
 
-def test_rotary_model_is_refused(opt):
+def test_rotary_model_is_refused(opt: tuple[Any, Calibration]) -> None:
     with pytest.raises(InputError, match="rotary"):
         fold_skew(TINY["llama"](), opt[1])

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,7 +50,7 @@ def test_they_are_not_used_where_nothing_moves(wanted: StorageConfig, device: to
 
 
 def test_what_is_given_stays() -> None:
-    link = {"link": "emulated:4"}
+    link: dict[str, Any] = {"link": "emulated:4"}
     assert MADE.storage(StorageConfig(**link, resident=0.0)) == StorageConfig(
         **link, resident=0.0, resident_layers=(0, 2)
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -66,9 +67,13 @@ def test_bad_text_is_refused_before_the_model_is_loaded(
     assert "loading" not in result.stderr
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
-def test_text_without_permission(run: Run, text_file: Path) -> None:
-    text_file.chmod(0)
+def test_text_without_permission(
+    run: Run, text_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> bytes:  # root would read whatever the mode is
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
     result = run("calibrate", "./no-model", "--text", text_file)
     assert "cannot be read (Permission denied)" in refusal(result)
 

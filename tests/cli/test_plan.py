@@ -124,8 +124,10 @@ def test_a_run_that_does_not_fit_is_refused_before_calibrating(
 def test_bench_counts_all_its_caches(
     run: Run, model_folder: Path, artefact: Path, text_file: Path
 ) -> None:
-    words = ("bench", model_folder, "--text", text_file, "--calibration", artefact)
-    words += ("--prompt-tokens", 200, "--decode-tokens", 2, "--policies")
+    words: tuple[object, ...] = (
+        *("bench", model_folder, "--text", text_file, "--calibration", artefact),
+        *("--prompt-tokens", 200, "--decode-tokens", 2, "--policies"),
+    )
     plans = []
     for names in (("ideal",), ("ideal", "stream", "infinigen")):
         request = model_request(tiny.llama(), context=210, new_tokens=10, policies=names)

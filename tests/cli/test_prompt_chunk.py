@@ -64,7 +64,9 @@ def test_pieces_change_no_text(run: Run, model_folder: Path, artefact: Path) -> 
 def test_bench_and_fidelity_say_what_they_used(
     run: Run, model_folder: Path, artefact: Path, text_file: Path
 ) -> None:
-    common = (model_folder, "--text", text_file, "--calibration", artefact, "--json")
-    common += ("--prompt-tokens", 100, "--decode-tokens", 4, "--prompt-chunk", 32)
+    common: tuple[object, ...] = (
+        *(model_folder, "--text", text_file, "--calibration", artefact, "--json"),
+        *("--prompt-tokens", 100, "--decode-tokens", 4, "--prompt-chunk", 32),
+    )
     for words in (("bench", *common, "--policies", "infinigen"), ("fidelity", *common)):
         assert last_json(run(*words))["prompt_chunk"] == 32

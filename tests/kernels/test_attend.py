@@ -92,7 +92,7 @@ def contiguous(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 def side_by_side(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """As a codec that keeps the bytes returns them: one buffer of keys beside values."""
     widths = keys.shape[3], values.shape[3]
-    return torch.cat([keys, values], dim=3).split(widths, dim=3)  # type: ignore[return-value]
+    return torch.cat([keys, values], dim=3).split(widths, dim=3)
 
 
 def with_room(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -330,7 +330,8 @@ def test_scratch_memory_carries_nothing_over() -> None:
     ):
         drawn = Drawn(seed, torch.float32)
         query = drawn.numbers(rows, heads * group, 1, 8)
-        held = Entries(*(drawn.numbers(rows, heads, count, 8) for _ in range(2)), None)
+        held_keys, held_values = (drawn.numbers(rows, heads, count, 8) for _ in range(2))
+        held = Entries(held_keys, held_values, None)
         keys, values = (drawn.numbers(rows, heads, 1, 8) for _ in range(2))
         counts = [count - row for row in range(rows)]
         output, weights = ask(kernels, query, held, counts, keys, values, None)

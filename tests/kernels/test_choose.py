@@ -58,8 +58,11 @@ class Problem:
             config=self.config,
         )
 
-    def solved_by(self, kernels: Kernels, candidates: Candidates | None = None) -> list[list[list]]:
+    def solved_by(
+        self, kernels: Kernels, candidates: Candidates | None = None
+    ) -> list[list[list[int]]]:
         """Chosen tokens by row and KV head."""
+        assert not isinstance(self.config.alpha, tuple)
         selection = kernels.choose(
             self.query,
             PartialKeys(self.keys, self.projection),
@@ -95,7 +98,7 @@ class Problem:
         return found
 
 
-def chosen(selection: Selection) -> list[list[list]]:
+def chosen(selection: Selection) -> list[list[list[int]]]:
     rows = []
     for row, heads in enumerate(selection.index[:, :, 0].tolist()):
         count = len(heads[0]) if selection.counts is None else int(selection.counts[row, 0])
@@ -138,9 +141,10 @@ def make(
     )
 
 
-def check(problem: Problem, found: list[list[list]], atol: float = 0.0) -> None:
+def check(problem: Problem, found: list[list[list[int]]], atol: float = 0.0) -> None:
     """Every head of a row chooses as many as the naive loop does, and the best ones."""
     config, (rows, heads) = problem.config, problem.keys.shape[:2]
+    assert not isinstance(config.alpha, tuple)
     assert len(found) == rows
     for row in range(rows):
         past = problem.real[row].nonzero().flatten().tolist()
@@ -327,7 +331,8 @@ def test_choose_among_held_tokens(
                 if place[slot] < config.sink_tokens or place[slot] >= real - config.recent_tokens
             }
             margins = [problem.margins(row, head, held) for head in range(2)]
-            wanted = sum(t in kept or m[t] > -config.alpha for m in margins for t in held)
+            alpha = config.alpha_of(1)
+            wanted = sum(t in kept or m[t] > -alpha for m in margins for t in held)
             share = math.floor(float(np.float32(len(held)) * np.float32(config.max_fetch)))
             count = min(max(round(wanted / 2), len(kept)), max(share, len(kept)))
             if real < config.min_context:

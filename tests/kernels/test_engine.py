@@ -58,7 +58,7 @@ def new_cache(session: Session, storage: str, folder: Path) -> InfiniGenCache:
 @contextmanager
 def breaking(cache: InfiniGenCache, number: float) -> Iterator[None]:
     """The last layer's prediction is broken, once others have moved their entries."""
-    policy = cache.offloaded[-1].policy
+    policy: Any = cache.offloaded[-1].policy
     layer, whole = policy._layer, policy._layer.predict_query
 
     def predict(hidden: Tensor, step: Any) -> Tensor:

@@ -6,7 +6,6 @@ import sys
 import warnings
 from collections.abc import Iterator
 from copy import deepcopy
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -22,7 +21,6 @@ from infinigen_kv.kernels.reference import TorchKernels
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 PROMPT, LENGTH = 40, 46
-needs_numba = pytest.mark.skipif(find_spec("numba") is None, reason="numba is not installed")
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +51,7 @@ def names(name: KernelsName, device: torch.device, dtype: torch.dtype) -> tuple[
     return found, len(seen)
 
 
-@needs_numba
+@pytest.mark.native
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_cpu_has_native_kernels(dtype: torch.dtype) -> None:
     assert names("auto", CPU, dtype) == ("native", 0)
@@ -84,7 +82,7 @@ def test_a_wrong_name_is_told_the_right_ones(llama: tuple[Any, Calibration]) -> 
         pass
 
 
-@needs_numba
+@pytest.mark.native
 def test_a_cache_may_have_others_than_its_session(llama: tuple[Any, Calibration]) -> None:
     with attach(*llama, selecting(), kernels="torch") as session:
         assert _name(session.new_cache()) == "torch"
@@ -100,26 +98,27 @@ def _name(cache: Any) -> str:
     return kinds.pop()
 
 
-@needs_numba
+@pytest.mark.native
 def test_caches_and_their_copies_share_no_scratch_memory(llama: tuple[Any, Calibration]) -> None:
     with attach(*llama, selecting()) as session:
         caches = [session.new_cache() for _ in range(2)]
         run(llama[0], caches[0], tokens(1, LENGTH), prompt=PROMPT)
         caches.append(deepcopy(caches[0]))
         used = [{id(each._kernels): each._kernels for each in c.offloaded} for c in caches]
-        of_policies = [{id(each.policy._kernels) for each in c.offloaded[1:]} for c in caches]
+        policies: list[list[Any]] = [[each.policy for each in c.offloaded[1:]] for c in caches]
+        of_policies = [{id(policy._kernels) for policy in each} for each in policies]
     assert [len(each) for each in used] == [1, 1, 1]
     assert of_policies == [set(each) for each in used]
     scratch: list[Kernels] = [kernels for each in used for kernels in each.values()]
     assert len({id(each) for each in scratch}) == 3
 
 
-@needs_numba
+@pytest.mark.native
 def test_both_kernels_decode_the_same(llama: tuple[Any, Calibration]) -> None:
     model, _ = llama
     logits = []
     for name in ("native", "torch"):
-        with attach(*llama, selecting(), kernels=name) as session:  # type: ignore[arg-type]
+        with attach(*llama, selecting(), kernels=name) as session:
             logits.append(run(model, session.new_cache(), tokens(2, LENGTH), prompt=PROMPT))
     assert not torch.equal(*logits)  # else both were the same kernels
     torch.testing.assert_close(*logits, atol=1e-5, rtol=1e-5)
@@ -166,7 +165,7 @@ def test_without_numba_nobody_gets_native_kernels(
     assert names("auto", CPU, torch.float32) == ("torch", 0)
 
 
-@needs_numba
+@pytest.mark.native
 def test_a_compiler_that_is_switched_off_is_like_none(forgotten: pytest.MonkeyPatch) -> None:
     import numba
 

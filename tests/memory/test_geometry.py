@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -82,7 +83,7 @@ def test_what_is_no_model(tmp_path: Path) -> None:
 def test_an_unsupported_family(tmp_path: Path) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    sizes = {"vocab_size": tiny.VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    sizes: dict[str, Any] = {"vocab_size": tiny.VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 2}
     save(GPT2LMHeadModel(GPT2Config(**sizes)), tmp_path)
     with pytest.raises(UnsupportedModelError, match="gpt2"):
         read_geometry(str(tmp_path))

@@ -2,6 +2,7 @@ import importlib.util
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,8 @@ def save_tiny(folder: Path, tokenizer_of: LoadedModel, dtype: torch.dtype) -> Ll
         num_hidden_layers=1,
         num_attention_heads=2,
     )
-    model = LlamaForCausalLM(config).to(dtype)
+    model: Any = LlamaForCausalLM(config)
+    model.to(dtype)
     model.save_pretrained(folder)
     tokenizer_of.tokenizer.save_pretrained(folder)
     return model
@@ -55,13 +57,14 @@ def test_smollm2_is_what_the_gguf_file_holds(smollm2: LoadedModel) -> None:
 
 @pytest.mark.model
 def test_smollm2_answers(smollm2: LoadedModel) -> None:
-    inputs = smollm2.tokenizer.apply_chat_template(
+    model: Any = smollm2.model
+    inputs: Any = smollm2.tokenizer.apply_chat_template(
         [{"role": "user", "content": "What is the capital of France?"}],
         add_generation_prompt=True,
         return_tensors="pt",
         return_dict=True,
     )
-    output = smollm2.model.generate(**inputs, max_new_tokens=12, do_sample=False)
+    output = model.generate(**inputs, max_new_tokens=12, do_sample=False)
     answer = smollm2.tokenizer.decode(output[0, inputs["input_ids"].shape[1] :])
     assert answer == "The capital of France is Paris.<|im_end|>"
 

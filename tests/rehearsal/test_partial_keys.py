@@ -30,6 +30,7 @@ def test_partial_keys_are_turned_by_least_squares(tokens_held: int) -> None:
     for row in range(2):
         for head in range(KV_HEADS):
             key = keys[row, head].double().numpy()
+            assert old.offset is not None and new.offset is not None
             offset, to_partial = (
                 each[row, head].double().numpy() for each in (old.offset, old.key)
             )

@@ -98,7 +98,7 @@ class Case:
             weight = min(torch.ones(()).double(), (score - top).exp())
             total = total + weight
             output = output + weight * (base.double() + z[t] @ slope.double())
-        return output / total
+        return torch.as_tensor(output / total)
 
 
 def moments_of(keys: Tensor, values: Tensor, weight: Tensor | None = None) -> Moments:
@@ -108,14 +108,16 @@ def moments_of(keys: Tensor, values: Tensor, weight: Tensor | None = None) -> Mo
     return moments
 
 
+NATIVE = pytest.param("native", marks=pytest.mark.native)
+
+
 def kernels_for(name: str) -> Kernels:
     if name == "native":
-        pytest.importorskip("numba")
         return find_kernels("native", torch.device("cpu"), torch.float32)
     return TorchKernels()
 
 
-@pytest.mark.parametrize("name", ["torch", "native"])
+@pytest.mark.parametrize("name", ["torch", NATIVE])
 @pytest.mark.parametrize("rank", [3, 4, 6])
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("uneven", [False, True])
@@ -132,6 +134,7 @@ def test_attention_equals_loops(name: str, rank: int, softcap: float | None, une
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("heads", [2, 4, 10])
 def test_compiled_and_plain_agree_for_other_groups_and_bfloat16(heads: int) -> None:
     case = Case(5, torch.bfloat16, heads=heads)
@@ -141,7 +144,7 @@ def test_compiled_and_plain_agree_for_other_groups_and_bfloat16(heads: int) -> N
     torch.testing.assert_close(compiled, plain, atol=1e-2, rtol=1e-2)
 
 
-@pytest.mark.parametrize("name", ["torch", "native"])
+@pytest.mark.parametrize("name", ["torch", NATIVE])
 def test_it_is_full_attention_where_partial_keys_tell_all(name: str) -> None:
     """Full rank, and values that are linear in the keys."""
     case = Case(DIM)
@@ -161,7 +164,7 @@ def test_it_is_full_attention_where_partial_keys_tell_all(name: str) -> None:
     assert error < 5e-3 < 0.2 < without  # the ridge is one token of 1100
 
 
-@pytest.mark.parametrize("name", ["torch", "native"])
+@pytest.mark.parametrize("name", ["torch", NATIVE])
 def test_nan_is_not_hidden(name: str) -> None:
     case = Case(4)
     tail = case.tail(None, None)
@@ -204,7 +207,7 @@ def test_few_tokens_give_no_steep_slopes() -> None:
     assert found.slope.is_contiguous()  # compiled code copies what is not, in every step
 
 
-@pytest.mark.parametrize("name", ["torch", "native"])
+@pytest.mark.parametrize("name", ["torch", NATIVE])
 def test_a_row_of_which_nothing_was_moved(name: str) -> None:
     """Its columns repeat a token that belongs to the tail all the same."""
     case = Case(4)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ from infinigen_kv.cache.forward import prefill
 from infinigen_kv.cache.recorder import FetchRecorder
 from infinigen_kv.models.loading import LoadedModel
 
-EXACT = {"full": {"policy": "ideal"}, "covering": {}}
+EXACT: dict[str, dict[str, Any]] = {"full": {"policy": "ideal"}, "covering": {}}
 PROMPT = 40
 SLIDING = {
     "mistral_sliding": (tiny.TINY["mistral_sliding"], 24),
@@ -137,7 +137,7 @@ def test_context_crosses_the_window(family: str, policy: str, offset: int) -> No
 def test_cache_of_a_sliding_model_is_used_again(family: str) -> None:
     make, window = SLIDING[family]
     model = make()
-    caches = [DynamicCache(config=model.config)]
+    caches: list[Any] = [DynamicCache(config=model.config)]
     with attach(model, calibrate_tiny(model), covering()) as session:
         caches.append(session.new_cache())
         logits = []
@@ -266,7 +266,7 @@ def test_selection_right_after_a_prompt_of_one_token(family: str, config: Infini
         cache.expect_prompt(1)
         cache.recorder = FetchRecorder(keep_indices=True)
         run(model, cache, tokens(1, 30), prompt=1)
-    policies = [layer.policy for layer in cache.offloaded if layer.spec.index > 0]
+    policies: list[Any] = [layer.policy for layer in cache.offloaded if layer.spec.index > 0]
     for policy in policies:
         assert policy._partial_keys.projection.query.isfinite().all()
         assert policy._partial_keys.view().isfinite().all()
@@ -311,7 +311,9 @@ class WordTokenizer:
 @pytest.fixture
 def facade(llama: tuple[Any, Any]) -> LanguageModel:
     model, calibration = llama
-    return LanguageModel(LoadedModel(model, WordTokenizer(), "tiny"), calibration, selecting())
+    return LanguageModel(
+        LoadedModel(model, cast(Any, WordTokenizer()), "tiny"), calibration, selecting()
+    )
 
 
 def test_facade_generates_what_the_model_does(facade: LanguageModel) -> None:

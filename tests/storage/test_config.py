@@ -23,7 +23,10 @@ BAD: list[tuple[str, Any, str]] = [
         for value in ("", "RAM", "ssd", None, 1, ["ram"])
     ),
     *(("codec", value, "one of none, int8, int4") for value in ("", "int2", None, 8, ["int8"])),
-    *(("evict", value, "one of fifo, lru, counter") for value in ("", "LRU", "random", None, {})),
+    *(
+        ("evict", value, "one of fifo, lru, counter")
+        for value in ("", "LRU", "random", None, dict[str, Any]())
+    ),
     *(("link", value, "'none', 'emulated:paper' or") for value in ("", "pcie", None, 16, ["none"])),
     *(
         ("capacity", value, SHARE_ABOVE_0)

@@ -257,8 +257,8 @@ class _Window(NamedTuple):
     """What a sliding layer held; its `update` makes new tensors and leaves these alone."""
 
     layer: DynamicSlidingWindowLayer
-    keys: Tensor
-    values: Tensor
+    keys: Tensor | None
+    values: Tensor | None
     length: int
 
     def restore(self) -> None:

@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -47,6 +47,9 @@ class InfiniGenCache(CacheStatistics):
     storage
         What its layers share.
     """
+
+    # A cache of Transformers may hold other kinds of layers too.
+    layers: list[OffloadedLayer | DynamicSlidingWindowLayer]  # type: ignore[assignment]
 
     def __init__(
         self,
@@ -131,7 +134,9 @@ class InfiniGenCache(CacheStatistics):
         Returns the layer itself where it is offloaded.
         """
         for follower in self.sources.get(index, ()):
-            self.layers[follower].rehearse(hidden)
+            reader = self.layers[follower]
+            assert isinstance(reader, OffloadedLayer)
+            reader.rehearse(hidden)
         if index == len(self.layers) - 1:
             self.prefetch_unheralded()
         layer = self.layers[index]
@@ -222,7 +227,7 @@ class InfiniGenCache(CacheStatistics):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Become the rows ``beam_idx`` ``(n,)`` of this batch."""
         self._settle()
-        super().reorder_cache(beam_idx)
+        super().reorder_cache(cast(torch.LongTensor, beam_idx))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row ``repeats`` times, one after the other."""
@@ -261,13 +266,13 @@ class InfiniGenCache(CacheStatistics):
             self._phase.finished(step.start, step.queries)
             return
         broken, self._interrupted = self._interrupted, True  # unless all layers go back
-        for layer in self.layers:
-            if isinstance(layer, OffloadedLayer):
-                broken |= not layer.take_back(step.start)
+        for each in self.layers:
+            if isinstance(each, OffloadedLayer):
+                broken |= not each.take_back(step.start)
             elif step.start == 0:
-                layer.reset()
+                each.reset()
             else:  # a sliding layer has dropped what it would need to go back
-                broken |= layer.get_seq_length() != step.start
+                broken |= each.get_seq_length() != step.start
         self._interrupted = broken
 
     def _abandon(self) -> None:

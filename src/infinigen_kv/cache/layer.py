@@ -53,7 +53,7 @@ class OffloadedLayer(CacheLayerMixin):
         return None if self.pool is None else self.pool.rows
 
     @property
-    def is_croppable(self) -> bool:
+    def is_croppable(self) -> bool:  # type: ignore[override]  # a class attribute in the base
         """Whether tokens can be taken back: not once others were evicted for them."""
         return self.pool is None or self.pool.positions is None
 

@@ -83,8 +83,9 @@ class LanguageModel:
         if chat:
             if not self.tokenizer.chat_template:
                 raise InputError("this model's tokenizer has no chat template: leave chat off")
-            prompt = self.tokenizer.apply_chat_template(
-                [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
+            turn = [{"role": "user", "content": prompt}]
+            prompt = str(
+                self.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
             )
         ids = self.tokenizer(prompt, add_special_tokens=not chat, verbose=False)["input_ids"]
         if not ids:
@@ -153,7 +154,7 @@ class LanguageModel:
             )
         new = output[0, ids.shape[1] :].tolist()
         return Generation(
-            text=self.tokenizer.decode(new, skip_special_tokens=True),
+            text=str(self.tokenizer.decode(new, skip_special_tokens=True)),
             token_ids=tuple(new),
             prompt_tokens=ids.shape[1],
             fetched_share=recorder.fetched_share(first_layer=self.config.first_layer),
@@ -252,7 +253,8 @@ def _generate(
         options = {"prefill_chunk_size": piece, **options}
     cache.expect_prompt(ids.shape[1])
     cache.recorder = recorder
-    return session.model.generate(
+    model: Any = session.model  # not every class of Transformers can generate
+    return model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=max_new_tokens,

@@ -147,7 +147,7 @@ def compare(
             read = partial(prefill, session, cache, prompt, chunk=prompt_chunk)
             run = _run(session, cache, read, new_tokens, end_tokens, forced)
         reference = reference or run
-        text = tokenizer.decode(run.tokens, skip_special_tokens=True)
+        text = str(tokenizer.decode(run.tokens, skip_special_tokens=True))
         first_layer = 0 if name == FULL else configs[name].first_layer
         results.append(_result(name, text, run, reference, first_layer))
     assert reference is not None

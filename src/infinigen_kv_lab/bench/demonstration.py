@@ -31,7 +31,7 @@ def demo_prompt(
     passage = "\n\n".join(topics[name] for name in names)
     ids = tokenizer(passage, add_special_tokens=False, verbose=False)["input_ids"]
     around = tokenizer(_turn(tokenizer, "", question), add_special_tokens=False)["input_ids"]
-    passage = tokenizer.decode(ids[: tokens - len(around)])
+    passage = str(tokenizer.decode(ids[: tokens - len(around)]))
     whole = tokenizer(_turn(tokenizer, passage, question), add_special_tokens=False, verbose=False)
     found: list[int] = whole["input_ids"]
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -49,7 +49,7 @@ def fitted(model: PreTrainedModel) -> Calibration:
     def tokenizer(sample: str, **options: Any) -> dict[str, list[int]]:
         return {"input_ids": text(len(sample), seed=1).tolist()}
 
-    return calibrate(model, tokenizer, ["x" * 400], window=64, rank=8, use_cache=False)
+    return calibrate(model, cast(Any, tokenizer), ["x" * 400], window=64, rank=8, use_cache=False)
 
 
 @pytest.fixture(scope="module")

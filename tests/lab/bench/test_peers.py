@@ -38,7 +38,7 @@ def test_a_twin_shares_the_weights_and_nothing_else(name: str) -> None:
 def test_a_twin_of_fewer_layers(name: str) -> None:
     model = tiny.TINY[name]()
     made = twin(model, layers=2)
-    settings = {"num_hidden_layers": 2}
+    settings: dict[str, Any] = {"num_hidden_layers": 2}
     if getattr(model.config, "layer_types", None):
         settings["layer_types"] = list(model.config.layer_types[:2])
     small: Any = type(model)(type(model.config)(**{**model.config.to_dict(), **settings}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 import torch
@@ -146,7 +147,7 @@ def test_the_papers_rehearsal_is_not_measured_twice() -> None:
 def test_layers_below_the_first_and_thresholds_of_the_callers_own() -> None:
     model = tiny.llama()
     config = selecting(first_layer=3)
-    lenient = Thresholds(*[(1e9, 1e9)] * 3, *[1e9] * 7)
+    lenient = Thresholds(*cast(Any, [(1e9, 1e9)] * 3 + [1e9] * 7))
     found = diagnose(model, calibrate_tiny(model), windows(), config, thresholds=lenient)
     assert found.unselected[2] == "below first_layer=3"
     assert [each.layer for each in found.layers] == [3]

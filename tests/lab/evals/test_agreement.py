@@ -29,7 +29,7 @@ def test_measures_are_those_of_plain_loops() -> None:
     engine = true + 0.5 * engine
     forwarded = decode_step(config, PROMPT, DECODED)
     scores = Scores(true.clone(), engine.clone(), other.clone(), engine.clone())
-    found = compare(scores, forwarded, config.alpha)
+    found = compare(scores, forwarded, config.alpha_of(1))
     assert torch.equal(scores.true, true) and torch.equal(scores.engine, engine)
     names = {"engine": engine, "true_query": other}
     for name, mine in names.items():
@@ -77,7 +77,8 @@ def measure_one(
             weights = softmax(real[: count_of + 1])
             rows["coverage"].append(weights[[*chosen, count_of]].sum())
             ranks = [np.argsort(np.argsort(each)) for each in (real[:count_of], guess)]
-            rows["rank_correlation"].append(float(np.corrcoef(*ranks)[0, 1]))
+            correlations = np.atleast_2d(np.corrcoef(np.stack(ranks)))
+            rows["rank_correlation"].append(float(correlations[0, 1]))
             p, q = softmax(real[:count_of]), softmax(guess)
             middle = (p + q) / 2
             rows["divergence"].append(

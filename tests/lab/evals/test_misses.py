@@ -29,7 +29,7 @@ class Attended(NamedTuple):
     query: Any
     keys: Any
     held: set[int] | None
-    count: int | None
+    count: int | None  # type: ignore[assignment]
 
 
 def limited(capacity: int | float | None = CAPACITY, evict: Eviction = "fifo") -> StorageConfig:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -63,10 +64,11 @@ def test_the_figures_are_those_of_single_decode_steps(
     edges = [*range(0, WINDOW - PROMPT, CHUNK), WINDOW - PROMPT]
     assert [chunk.start for chunk in found.chunks] == edges[:-1]
     assert [chunk.end for chunk in found.chunks] == edges[1:]
-    for figures, start, end in [
+    parts: list[tuple[Any, int, int]] = [
         (found, 0, edges[-1]),
         *((c, c.start, c.end) for c in found.chunks),
-    ]:
+    ]
+    for figures, start, end in parts:
         losses = [mean_loss(s, w, start, end) for s, w in zip(ours, WINDOWS, strict=True)]
         exact = [mean_loss(s, w, start, end) for s, w in zip(full, WINDOWS, strict=True)]
         assert figures.ppl.value == pytest.approx(math.exp(sum(losses) / 3), rel=1e-3)

@@ -63,7 +63,7 @@ def test_the_probe_scores_as_the_engine_does(family: str, rehearsal: str) -> Non
             )
             forwarded = decode_step(config, PROMPT, DECODED)
             scores = probe.scores(forwarded).engine
-            chosen = choose(scores, forwarded.candidates, config.alpha)
+            chosen = choose(scores, forwarded.candidates, config.alpha_of(layer))
             found[layer] = selection_mask(chosen, IDS.numel())
 
         with watching(model, session.adapter, see):

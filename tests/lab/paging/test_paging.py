@@ -94,7 +94,7 @@ def test_a_paged_pool_holds_what_one_in_memory_holds(
 
 def _do(each: Pool, deed: str, number: int, seed: int) -> list[Tensor]:
     """Change a pool; what it returned, and what it holds then."""
-    rows, found = each.rows, []
+    rows, found = each.rows, list[Tensor]()
     new = [random(number, seed + part)[:1].repeat(rows, 1, 1, 1) for part in (0, 50)]
     if deed == "append":
         assert each.append(*new) is None

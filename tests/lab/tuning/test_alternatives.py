@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from infinigen_kv_lab.tuning.windows import Window, split_windows
 from tiny import llama
 
 TEXT = ["x" * 800]
-LENGTHS = {"prompt_tokens": 150, "decode_tokens": 20}
+LENGTHS: dict[str, Any] = {"prompt_tokens": 150, "decode_tokens": 20}
 SMALL = TuneOptions(target_kl=0.3, windows=2, **LENGTHS)
 MODEL = llama(num_hidden_layers=6)
 CALIBRATION = calibrate_tiny(MODEL)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -192,7 +193,7 @@ def test_close_waits_and_ends_the_threads() -> None:
     link = Link(queue_depth=3)
     assert link.readers is not None and link.writer is not None
     meeting = threading.Barrier(3)  # three readers at once, or the test fails
-    jobs = [link.readers.submit(meeting.wait, PATIENCE) for _ in range(3)]
+    jobs: list[Future[Any]] = [link.readers.submit(meeting.wait, PATIENCE) for _ in range(3)]
     order: list[int] = []
     jobs += [link.writer.submit(order.append, number) for number in range(50)]
     assert len(set(threading.enumerate()) - before) == 4

@@ -1,16 +1,20 @@
 """The resident set, in PyTorch and compiled, against a naive dictionary."""
 
+from __future__ import annotations
+
 from importlib.util import find_spec
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from infinigen_kv.storage.pools.resident import ResidentSet
 
 ROWS, HEADS, DIM = 2, 2, 3
-KINDS = [ResidentSet]
+Kind = type[ResidentSet]
+KINDS: list[Kind] = [ResidentSet]
 if find_spec("numba"):
     from infinigen_kv.kernels.native.resident_set import NativeResidentSet
 
@@ -22,39 +26,39 @@ pytestmark = pytest.mark.parametrize("kind", KINDS)
 class Naive:
     """One head: fetched entries by slot with the step of their last use, and a ring of newest."""
 
-    def __init__(self, budget, ring):
+    def __init__(self, budget: int, ring: int) -> None:
         self.budget, self.ring = budget, ring
-        self.fetched = {}
-        self.newest = []
+        self.fetched: dict[int, int] = {}
+        self.newest: list[int] = []
         self.clock = 0
 
-    def wants(self, slots):
+    def wants(self, slots: list[int]) -> list[int]:
         self.clock += 1
         hits = [slot for slot in slots if slot in self.fetched]
         for slot in hits:
             self.fetched[slot] = self.clock
         return [slot for slot in slots if slot not in self.fetched and slot not in self.newest]
 
-    def admit(self, missed):
+    def admit(self, missed: list[int]) -> None:
         room = self.budget - len(self.fetched)
-        oldest = sorted(self.fetched, key=self.fetched.get)
+        oldest = sorted(self.fetched, key=self.fetched.__getitem__)
         for slot in oldest[: max(0, len(missed) - room)]:
             del self.fetched[slot]
         self.fetched.update(dict.fromkeys(missed, self.clock))
 
-    def add(self, slot):
+    def add(self, slot: int) -> None:
         self.fetched.pop(slot, None)
         self.newest = [other for other in self.newest if other != slot][-self.ring :] + [slot]
         self.newest = self.newest[-self.ring :]
 
 
-def entries(store, slots):
+def entries(store: list[Tensor], slots: Tensor) -> tuple[Tensor, ...]:
     """Keys and values of slots ``(B, H, n)`` from ``(B, H, T, D)`` stores."""
     index = slots[..., None].expand(*slots.shape, DIM)
     return tuple(each.gather(2, index) for each in store)
 
 
-def held(resident):
+def held(resident: ResidentSet) -> list[list[set[int]]]:
     """Slots reachable through the map, per row and head."""
     return [
         [
@@ -71,7 +75,9 @@ def held(resident):
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), budget=st.integers(2, 6), ring=st.integers(1, 3))
-def test_hits_and_contents_are_those_of_a_naive_lru(kind, data, budget, ring):  # noqa: C901
+def test_hits_and_contents_are_those_of_a_naive_lru(  # noqa: C901
+    kind: Kind, data: st.DataObject, budget: int, ring: int
+) -> None:
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 999)))
     store = [torch.randn(ROWS, HEADS, 40, DIM, generator=generator) for _ in range(2)]
     resident = kind(*store, budget=budget, ring=ring)
@@ -100,8 +106,8 @@ def test_hits_and_contents_are_those_of_a_naive_lru(kind, data, budget, ring):  
             tokens += 1
             resident.reserve(tokens)
             resident.add_new(new, *(each[:, :, tokens - 1 : tokens] for each in store))
-            for row in naive:
-                for each in row:
+            for heads in naive:
+                for each in heads:
                     each.add(tokens - 1)
         expected = [[set(n.fetched) | set(n.newest) for n in row] for row in naive]
         # ties between entries of the same step may be broken either way, so compare sizes
@@ -113,7 +119,7 @@ def test_hits_and_contents_are_those_of_a_naive_lru(kind, data, budget, ring):  
                 real = resident._slot_of[row, head][resident._slot_of[row, head] >= 0].tolist()
                 assert len(real) == len(set(real)) == len(held(resident)[row][head])
                 naive[row][head].fetched = {
-                    slot: resident._used[row, head, resident._place_of[row, head, slot]].item()
+                    slot: int(resident._used[row, head, resident._place_of[row, head, slot]])
                     for slot in held(resident)[row][head] - set(naive[row][head].newest)
                 }
 
@@ -121,10 +127,10 @@ def test_hits_and_contents_are_those_of_a_naive_lru(kind, data, budget, ring):  
 class Times:
     """When each slot of one head was last wanted, for those that came by `fill`."""
 
-    def __init__(self):
-        self.last = {}
+    def __init__(self) -> None:
+        self.last: dict[int, int] = {}
 
-    def admit(self, wanted, missed, left, clock):
+    def admit(self, wanted: list[int], missed: list[int], left: set[int], clock: int) -> None:
         """What went made room for ``missed``, and nothing that is ``left`` had waited longer."""
         gone = set(self.last) - left
         assert not gone & set(wanted)
@@ -138,7 +144,9 @@ class Times:
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), budget=st.integers(1, 9), ring=st.integers(1, 3))
-def test_victims_are_those_used_longest_ago(kind, data, budget, ring):
+def test_victims_are_those_used_longest_ago(
+    kind: Kind, data: st.DataObject, budget: int, ring: int
+) -> None:
     """Rows want different numbers of entries; some transfers fail."""
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 999)))
     store = [torch.randn(ROWS, HEADS, 40, DIM, generator=generator) for _ in range(2)]
@@ -153,7 +161,7 @@ def test_victims_are_those_used_longest_ago(kind, data, budget, ring):
         before = held(resident)
         places, misses = resident.look_up(slots, meant)
         fails = misses is not None and data.draw(st.integers(0, 9)) == 0
-        if fails:
+        if misses is not None and fails:
             resident.forget(misses)
         elif misses is not None:
             resident.fill(misses, *entries(store, misses.slots))
@@ -180,7 +188,7 @@ def test_victims_are_those_used_longest_ago(kind, data, budget, ring):
         check_maps(resident)
 
 
-def check_maps(resident):
+def check_maps(resident: ResidentSet) -> None:
     """A slot's place holds that slot, and no other slot has that place."""
     for row in range(ROWS):
         for head in range(HEADS):
@@ -190,12 +198,12 @@ def check_maps(resident):
             assert {slot: place for place, slot in enumerate(slots[:-1]) if slot >= 0} == here
 
 
-def full_store():
+def full_store() -> list[Tensor]:
     base = torch.arange(ROWS * HEADS * 20 * DIM).view(ROWS, HEADS, 20, DIM).float()
     return [base, base + 0.5]
 
 
-def test_padding_of_a_selection_is_not_fetched(kind):
+def test_padding_of_a_selection_is_not_fetched(kind: Kind) -> None:
     store = full_store()
     resident = kind(*store, budget=4, ring=1, capacity=20)
     slots = torch.tensor([5, 6, 7]).expand(ROWS, HEADS, 3).contiguous()
@@ -205,7 +213,7 @@ def test_padding_of_a_selection_is_not_fetched(kind):
     assert held(resident)[1] == [{5}, {5}]
 
 
-def test_warm_entries_and_ring_are_hits_once_each(kind):
+def test_warm_entries_and_ring_are_hits_once_each(kind: Kind) -> None:
     store = full_store()
     resident = kind(*store, budget=3, ring=2, capacity=20)
     resident.add_new(torch.tensor([[8, 9]] * ROWS), *(each[:, :, 8:10] for each in store))
@@ -220,7 +228,7 @@ def test_warm_entries_and_ring_are_hits_once_each(kind):
     assert len(used) == ROWS * HEADS * 4
 
 
-def test_of_warm_entries_the_worst_go_first(kind):
+def test_of_warm_entries_the_worst_go_first(kind: Kind) -> None:
     store = full_store()
     resident = kind(*store, budget=4, ring=1, capacity=20)
     best_first = torch.tensor([[[11, 3, 8], [2, 7, 5]]] * ROWS)  # and one empty place
@@ -228,17 +236,19 @@ def test_of_warm_entries_the_worst_go_first(kind):
     for token, left in ((15, 3), (16, 2), (17, 1)):
         wanted = torch.full((ROWS, HEADS, 1), token)
         _, misses = resident.look_up(wanted, None)
+        assert misses is not None
         resident.fill(misses, *entries(store, misses.slots))
         warm = [set(best_first[0, head, :left].tolist()) for head in range(HEADS)]
         new = set(range(15, token + 1))
         assert held(resident)[0] == [each | new for each in warm]
 
 
-def test_overwritten_slot_is_its_new_token(kind):
+def test_overwritten_slot_is_its_new_token(kind: Kind) -> None:
     store = full_store()
     resident = kind(*store, budget=3, ring=1, capacity=20)
     slots = torch.tensor([4, 5]).expand(ROWS, HEADS, 2).contiguous()
     _, misses = resident.look_up(slots, None)
+    assert misses is not None
     resident.fill(misses, *entries(store, misses.slots))
     fresh = [torch.full((ROWS, HEADS, 1, DIM), value) for value in (-1.0, -2.0)]
     resident.add_new(torch.full((ROWS, 1), 4), *fresh)
@@ -250,7 +260,7 @@ def test_overwritten_slot_is_its_new_token(kind):
     assert torch.equal(keys[:, :, 1], store[0][:, :, 5])
 
 
-def test_tokens_that_are_dropped_at_once_leave_the_others(kind):
+def test_tokens_that_are_dropped_at_once_leave_the_others(kind: Kind) -> None:
     store = full_store()
     resident = kind(*store, budget=2, ring=2, capacity=20)
     for token, slots in ((8, [[8], [-1]]), (9, [[-1], [9]]), (10, [[10], [10]])):
@@ -262,7 +272,7 @@ def test_tokens_that_are_dropped_at_once_leave_the_others(kind):
     assert torch.equal(resident.gather(places)[1], store[1][:, :, 10:11])
 
 
-def test_a_slot_that_is_in_the_ring_can_be_written_again(kind):
+def test_a_slot_that_is_in_the_ring_can_be_written_again(kind: Kind) -> None:
     store = full_store()
     resident = kind(*store, budget=1, ring=2, capacity=20)
     for value in (1.0, 2.0, 3.0):
@@ -275,12 +285,13 @@ def test_a_slot_that_is_in_the_ring_can_be_written_again(kind):
     assert held(resident) == [[{4}] * HEADS] * ROWS
 
 
-def test_entries_of_a_codec_are_taken_as_they_lie(kind):
+def test_entries_of_a_codec_are_taken_as_they_lie(kind: Kind) -> None:
     """Keys beside values in one buffer, of two widths."""
     store = [torch.randn(ROWS, HEADS, 20, width) for width in (3, 5)]
     resident = kind(*store, budget=4, ring=1, capacity=20)
     slots = torch.tensor([7, 2, 9]).expand(ROWS, HEADS, 3).contiguous()
     places, misses = resident.look_up(slots, None)
+    assert misses is not None
     moved = torch.cat([each.gather(2, misses.slots[..., None].expand(-1, -1, -1, each.shape[3]))
                        for each in store], dim=3)  # fmt: skip
     resident.fill(misses, *moved.split((3, 5), dim=3))
@@ -288,11 +299,12 @@ def test_entries_of_a_codec_are_taken_as_they_lie(kind):
         assert torch.equal(found, whole[:, :, [7, 2, 9]])
 
 
-def test_truncate_and_rows(kind):
+def test_truncate_and_rows(kind: Kind) -> None:
     store = full_store()
     resident = kind(*store, budget=4, ring=1, capacity=20)
     slots = torch.tensor([3, 15, 16]).expand(ROWS, HEADS, 3).contiguous()
     _, misses = resident.look_up(slots, None)
+    assert misses is not None
     resident.fill(misses, *entries(store, misses.slots))
     resident.truncate(10)
     assert held(resident) == [[{3}, {3}], [{3}, {3}]]
@@ -303,7 +315,7 @@ def test_truncate_and_rows(kind):
 
 
 @pytest.mark.parametrize("ring", [1, 4])
-def test_ring_keeps_the_newest_only(kind, ring):
+def test_ring_keeps_the_newest_only(kind: Kind, ring: int) -> None:
     store = full_store()
     resident = kind(*store, budget=2, ring=ring, capacity=20)
     for token in range(10):

@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -118,7 +118,10 @@ def test_rolling_log_likelihoods(model: PreTrainedModel, calibration: Calibratio
 
 def test_a_tokenizer_without_special_tokens_cannot_start_a_text(model: PreTrainedModel) -> None:
     made = InfiniGenLM(
-        lambda: nullcontext(None), tokenizer(), exact_prefix=EXACT, max_length=MAX_POSITIONS
+        lambda: nullcontext(cast(Any, None)),
+        tokenizer(),
+        exact_prefix=EXACT,
+        max_length=MAX_POSITIONS,
     )
     with pytest.raises(InputError, match="neither a BOS nor an EOS token"):
         made.loglikelihood_rolling(requests(("abc",)))

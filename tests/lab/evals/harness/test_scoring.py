@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -93,8 +95,13 @@ def test_what_does_not_fit_is_cut_at_the_start(model: PreTrainedModel) -> None:
 def test_generation_is_that_of_transformers_and_stops(model: PreTrainedModel) -> None:
     expected = generate(model, torch.tensor([CONTEXT]), new=12)[0].tolist()
 
-    def made(**changes: object) -> list[int]:
-        settings = {"exact": EXACT, "new_tokens": 12, "end_tokens": set(), **changes}
+    def made(**changes: Any) -> list[int]:
+        settings: dict[str, Any] = {
+            "exact": EXACT,
+            "new_tokens": 12,
+            "end_tokens": set(),
+            **changes,
+        }
         with attach(model) as session:
             return scoring.generate(
                 Reader(session, "ideal"), CONTEXT, **{"is_over": lambda made: False, **settings}

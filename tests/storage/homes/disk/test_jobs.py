@@ -59,7 +59,7 @@ def test_many_bytes_are_worth_more_tasks(pool: ThreadPoolExecutor) -> None:
 
 def test_whoever_waits_helps() -> None:
     """Also when the executor has dropped the tasks, or is busy with something that never ends."""
-    gate, done = threading.Event(), []
+    gate, done = threading.Event(), list[int]()
     with ThreadPoolExecutor(1) as busy:
         busy.submit(gate.wait, PATIENCE)
         batch = Batch(done.append, [(1,), (2,)], busy, depth=2)
