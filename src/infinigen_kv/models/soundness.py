@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -21,7 +23,8 @@ def check_logits(logits: Tensor) -> None:
 
 def check_known(ids: Tensor, model: PreTrainedModel) -> None:
     """Raise `InputError` if a token of ``ids`` has no embedding in the model."""
-    known = model.get_input_embeddings().num_embeddings
+    embeddings: Any = model.get_input_embeddings()
+    known = embeddings.num_embeddings
     if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < known:
         raise InputError(
             f"token ids from {int(ids.min())} to {int(ids.max())} are not valid: the model knows 0 "

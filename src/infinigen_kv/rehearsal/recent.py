@@ -6,18 +6,29 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from infinigen_kv.rehearsal.checkpoints import PART, TURN
 
-if TYPE_CHECKING:
-    from infinigen_kv.policies.step import Step
-
 LEAST = 32  # of the newest tokens that wait whatever comes, so that any of them can be taken back
 MOST = 64  # tokens that wait when others come; a draft that is verified at once is no longer
+
+
+class ForwardPlace(Protocol):
+    """Where in a text a forward is; a `policies.step.Step`, where each field is described."""
+
+    start: int
+    queries: int
+    selecting: bool
+
+    @property
+    def before(self) -> Tensor: ...
+
+    @property
+    def may_end_prompt(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +55,7 @@ class SeenTokens:
 
     @classmethod
     def of(
-        cls, query: Tensor, key: Tensor, value: Tensor, step: Step, weight: Tensor | None
+        cls, query: Tensor, key: Tensor, value: Tensor, step: ForwardPlace, weight: Tensor | None
     ) -> SeenTokens:
         """A forward's new tokens, of which those with a ``weight`` of 0 do not count."""
         begins = ends = None

@@ -128,8 +128,9 @@ def keep_given_caches(model: PreTrainedModel, rereads_after: int | None, undo: E
     _leave_out_settings(model.generation_config, undo)
     before = vars(model).get(PREPARE)
     preparation = InputPreparation(model, rereads_after)
-    undo.callback(vars(model).pop, PREPARE)
-    if before is not None:
+    if before is None:
+        undo.callback(delattr, model, PREPARE)
+    else:  # a user's own
         undo.callback(setattr, model, PREPARE, before)
     setattr(model, PREPARE, preparation)
 
