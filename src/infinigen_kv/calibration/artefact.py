@@ -100,6 +100,7 @@ class Calibration:
         `InfiniGenError` where a weight of that is NaN or infinite: the fingerprint looks at a
         sample of the weights only.
         """
+        check_weights(adapter)
         theirs = model_fingerprint(adapter)
         for name, value in theirs.items():
             if self.fingerprint.get(name) != value:
@@ -108,7 +109,6 @@ class Calibration:
                     f"{_short(self.fingerprint.get(name))}, this model's is {_short(value)}; "
                     "calibrate this model"
                 )
-        check_weights(adapter)
         for spec in adapter.layers[1:]:
             if not spec.is_sliding and spec.index not in self.layers:
                 raise CalibrationError(

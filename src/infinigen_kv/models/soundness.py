@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from transformers import LogitsProcessor
 
 from infinigen_kv.errors import InfiniGenError
 from infinigen_kv.models.adapters.base import Adapter
@@ -18,6 +19,15 @@ def check_logits(logits: Tensor) -> None:
         raise _unsound("logits")
 
 
+class SoundLogits(LogitsProcessor):
+    """Lets ``generate`` go on from sound logits only; they are left as they are."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Logits ``(B, V)`` of the next token."""
+        check_logits(scores)
+        return scores
+
+
 def check_weights(adapter: Adapter) -> None:
     """Raise `InfiniGenError` if a weight of the model's decoder is NaN or infinite.
 
@@ -28,7 +38,7 @@ def check_weights(adapter: Adapter) -> None:
             continue
         extremes = torch.stack(weight.detach().aminmax())  # NaN where any number is
         if not bool(extremes.isfinite().all()):
-            raise _unsound(f"weight {name}", "contains")
+            raise _unsound("weights", f" (in {name})")
 
 
 def read_window(adapter: Adapter, window: Tensor) -> None:
@@ -44,8 +54,8 @@ def read_window(adapter: Adapter, window: Tensor) -> None:
         raise _unsound("hidden states")
 
 
-def _unsound(what: str, verb: str = "contain") -> InfiniGenError:
+def _unsound(what: str, where: str = "") -> InfiniGenError:
     return InfiniGenError(
-        f"the model's {what} {verb} NaN or infinity, so it cannot be used; check the model's "
-        "weights and dtype (float16 may overflow where bfloat16 does not)"
+        f"the model's {what} contain NaN or infinity{where}, so it cannot be used; check the "
+        "model's weights and dtype (float16 may overflow where bfloat16 does not)"
     )

@@ -90,6 +90,7 @@ def _begin_forward(
 ) -> None:
     """Before the decoder runs: tell the cache what is coming."""
     kwargs = _by_name(decoder, args, kwargs)
+    _check_outputs(decoder, kwargs)
     cache = _find_cache(kwargs)
     if cache is None:
         return
@@ -140,6 +141,17 @@ def _end_forward(decoder: nn.Module, args: Any, kwargs: dict[str, Any], output: 
     cache = _find_cache(_by_name(decoder, args, kwargs))
     if cache is not None:
         cache.end_forward(finished=output is not None)
+
+
+def _check_outputs(decoder: nn.Module, kwargs: dict[str, Any]) -> None:
+    """Raise `InputError` where attention weights are asked for, which nobody makes here."""
+    config: Any = decoder.config
+    if kwargs.get("output_attentions", getattr(config, "output_attentions", False)):
+        raise InputError(
+            "output_attentions=True is not valid on an attached model, whose attention makes no "
+            "matrix of weights: leave it out (it may be in the model's configuration), or ask the "
+            "model outside `attach`, with attn_implementation='eager'"
+        )
 
 
 def _by_name(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

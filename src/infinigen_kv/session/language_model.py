@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,14 +16,27 @@ from infinigen_kv.cache.forward import cache_argument, piece_length
 from infinigen_kv.cache.recorder import FetchRecorder
 from infinigen_kv.calibration import Calibration, calibrate
 from infinigen_kv.config import PROMPT_CHUNK, InfiniGenConfig
-from infinigen_kv.errors import InputError
+from infinigen_kv.errors import InfiniGenError, InputError
 from infinigen_kv.memory import calibration_fields, check_memory, model_request
 from infinigen_kv.models.loading import LoadedModel, load_model
+from infinigen_kv.models.soundness import SoundLogits
 from infinigen_kv.progress import Progress, no_progress
 from infinigen_kv.session.attach import Session, attach, default_storage
 from infinigen_kv.session.paper_link import paper_link_rate
 from infinigen_kv.storage.config import StorageConfig
 from infinigen_kv.storage.link import LinkSpec
+
+SINGLE: Mapping[str, Any] = MappingProxyType(
+    {
+        "num_return_sequences": 1,
+        "return_dict_in_generate": False,
+        "output_attentions": False,
+        "output_hidden_states": False,
+        "output_scores": False,
+        "output_logits": False,
+    }
+)
+"""Options of ``model.generate`` that a `Generation`, one text, has no room for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,19 +135,23 @@ class LanguageModel:
         streamer
             Receives tokens as they come, e.g. `transformers.TextStreamer`.
         **options
-            Passed on to ``model.generate``; greedy unless they say otherwise.
+            Passed on to ``model.generate``; greedy unless they say otherwise. What asks for more
+            than one text, or for other outputs, is refused: use `attach` for that.
 
         Raises
         ------
         InputError
-            If the prompt is empty or too long, ``max_new_tokens`` or ``prompt_chunk`` below 1, or
-            the run needs more memory than there is.
+            If the prompt is empty or too long, ``max_new_tokens`` or ``prompt_chunk`` below 1, an
+            option is not valid, or the run needs more memory than there is.
+        InfiniGenError
+            If the model computes NaN or infinity.
         """
         whole = isinstance(max_new_tokens, int) and not isinstance(max_new_tokens, bool)
         if not whole or max_new_tokens < 1:
             raise InputError(
                 f"max_new_tokens={max_new_tokens!r} is not valid: it must be an integer >= 1"
             )
+        _check_options(options)
         ids = self.encode(prompt, chat=chat)
         started = time.perf_counter()
         with attach(self.model, self.calibration, self.config, self.storage) as session:
@@ -167,7 +186,7 @@ class LanguageModel:
         options: dict[str, Any],
     ) -> None:
         """Refuse what would not fit, before anything is computed."""
-        rows = max(options.get(name) or 1 for name in ("num_beams", "num_return_sequences"))
+        rows = options.get("num_beams") or 1
         request = model_request(
             self.model,
             context=ids.shape[1] + max_new_tokens,
@@ -218,6 +237,15 @@ def load(
     return LanguageModel(loaded, made, config, storage)
 
 
+def _check_options(options: dict[str, Any]) -> None:
+    for name, value in SINGLE.items():
+        if options.get(name) not in (None, value):
+            raise InputError(
+                f"{name}={options[name]!r} is not valid here, where one text is returned: leave it "
+                "out, or use attach(...) and model.generate"
+            )
+
+
 def _generate(
     session: Session,
     ids: Tensor,
@@ -239,9 +267,22 @@ def _generate(
         options = {"prefill_chunk_size": piece, **options}
     cache.expect_prompt(ids.shape[1])
     cache.recorder = recorder
-    return session.model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=max_new_tokens,
-        **{cache_argument(session.model): cache, "do_sample": False, **options},
-    )
+    settings = {
+        cache_argument(session.model): cache,
+        "do_sample": False,
+        "num_beams": 1,
+        **options,
+        **SINGLE,
+        "logits_processor": [SoundLogits(), *(options.get("logits_processor") or ())],
+    }
+    try:
+        return session.model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, **settings
+        )
+    except ValueError as error:
+        if isinstance(error, InfiniGenError) or cache.get_seq_length() > 0:
+            raise
+        raise InputError(
+            f"the options of generate, or those of the model's generation_config, are not valid: "
+            f"{error}"
+        ) from error
