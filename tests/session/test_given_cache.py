@@ -298,9 +298,9 @@ def test_attention_weights_cannot_be_had() -> None:
     model, ids = tiny.llama(), tokens(1, 20)
     with attach(model) as session, torch.no_grad():
         cache = session.new_cache(policy="stream")
-        with pytest.raises(InputError, match="output_attentions=True cannot be had"):
+        with pytest.raises(InputError, match="output_attentions=True is not valid"):
             model(ids, cache=cache, output_attentions=True)
-        with pytest.raises(InputError, match="output_attentions=True cannot be had"):
+        with pytest.raises(InputError, match="output_attentions=True is not valid"):
             generate(model, ids, cache, output_attentions=True, return_dict_in_generate=True)
         assert cache.get_seq_length() == 0
         assert model(ids, cache=cache).logits.isfinite().all()

@@ -40,7 +40,6 @@ def needed(llama: tuple[LoadedModel, Calibration], **changes: Any) -> int:
         ({}, {}),
         ({"full": True}, {"policies": ("stream",)}),
         ({"num_beams": 3}, {"rows": 3}),
-        ({"num_return_sequences": 2, "do_sample": True}, {"rows": 2}),
         ({"prompt_chunk": 50}, {"prompt_chunk": 50}),
     ],
 )

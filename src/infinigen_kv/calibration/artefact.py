@@ -103,8 +103,8 @@ class Calibration:
         `InfiniGenError` where a weight of that is NaN or infinite: the fingerprint looks at a
         sample of the weights only.
         """
-        check_fingerprint(adapter, self.fingerprint, self.precision)
         check_weights(adapter)
+        check_fingerprint(adapter, self.fingerprint, self.precision)
         for spec in adapter.layers[1:]:
             if not spec.is_sliding and spec.index not in self.layers:
                 raise CalibrationError(

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import LogitsProcessor, PreTrainedModel
 
 from infinigen_kv.errors import InfiniGenError, InputError
 from infinigen_kv.models.adapters.base import Adapter
@@ -32,6 +32,15 @@ def check_known(ids: Tensor, model: PreTrainedModel) -> None:
         )
 
 
+class SoundLogits(LogitsProcessor):
+    """Lets ``generate`` go on from sound logits only; they are left as they are."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Logits ``(B, V)`` of the next token."""
+        check_logits(scores)
+        return scores
+
+
 def check_weights(adapter: Adapter) -> None:
     """Raise `InfiniGenError` if a weight of the model's decoder is NaN or infinite.
 
@@ -42,7 +51,7 @@ def check_weights(adapter: Adapter) -> None:
             continue
         extremes = torch.stack(weight.detach().aminmax())  # NaN where any number is
         if not bool(extremes.isfinite().all()):
-            raise _unsound(f"weight {name}", "contains")
+            raise _unsound("weights", f" (in {name})")
 
 
 def read_window(adapter: Adapter, window: Tensor) -> None:
@@ -58,8 +67,8 @@ def read_window(adapter: Adapter, window: Tensor) -> None:
         raise _unsound("hidden states")
 
 
-def _unsound(what: str, verb: str = "contain") -> InfiniGenError:
+def _unsound(what: str, where: str = "") -> InfiniGenError:
     return InfiniGenError(
-        f"the model's {what} {verb} NaN or infinity, so it cannot be used; check the model's "
-        "weights and dtype (float16 may overflow where bfloat16 does not)"
+        f"the model's {what} contain NaN or infinity{where}, so it cannot be used; check the "
+        "model's weights and dtype (float16 may overflow where bfloat16 does not)"
     )

@@ -109,12 +109,7 @@ def _begin_forward(
     named = _by_name(decoder, args, kwargs)
     shown = named.get("inputs_embeds")
     shown = named.get("input_ids") if shown is None else shown
-    config: Any = decoder.config
-    if named.get("output_attentions", getattr(config, "output_attentions", False)):
-        raise InputError(
-            "output_attentions=True cannot be had from an attached model, whose attention makes no "
-            "whole matrix of weights: leave it out, or ask outside of the `with` block"
-        )
+    _check_outputs(decoder, named)
     cache = _find_cache(named)
     if cache is None:
         return
@@ -184,6 +179,17 @@ def _end_forward(decoder: nn.Module, args: Any, kwargs: dict[str, Any], output: 
     cache = _find_cache(_by_name(decoder, args, kwargs))
     if cache is not None:
         cache.end_forward(finished=output is not None)
+
+
+def _check_outputs(decoder: nn.Module, kwargs: dict[str, Any]) -> None:
+    """Raise `InputError` where attention weights are asked for, which nobody makes here."""
+    config: Any = decoder.config
+    if kwargs.get("output_attentions", getattr(config, "output_attentions", False)):
+        raise InputError(
+            "output_attentions=True is not valid on an attached model, whose attention makes no "
+            "matrix of weights: leave it out (it may be in the model's configuration), or ask the "
+            "model outside `attach`, with attn_implementation='eager'"
+        )
 
 
 def _by_name(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

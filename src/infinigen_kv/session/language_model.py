@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,15 +19,27 @@ from infinigen_kv.calibration.artefact import Calibration
 from infinigen_kv.calibration.run import calibrate
 from infinigen_kv.checks import check_integer
 from infinigen_kv.config import PROMPT_CHUNK, InfiniGenConfig
-from infinigen_kv.errors import InputError
+from infinigen_kv.errors import InfiniGenError, InputError
 from infinigen_kv.memory import calibration_fields, check_memory, model_request
 from infinigen_kv.models.loading import LoadedModel, load_model
-from infinigen_kv.models.soundness import check_known
+from infinigen_kv.models.soundness import SoundLogits, check_known
 from infinigen_kv.progress import Progress, no_progress
 from infinigen_kv.session.attach import Session, attach, default_storage
 from infinigen_kv.session.paper_link import paper_link_rate
 from infinigen_kv.storage.config import StorageConfig
 from infinigen_kv.storage.link import LinkSpec
+
+SINGLE: Mapping[str, Any] = MappingProxyType(
+    {
+        "num_return_sequences": 1,
+        "return_dict_in_generate": False,
+        "output_attentions": False,
+        "output_hidden_states": False,
+        "output_scores": False,
+        "output_logits": False,
+    }
+)
+"""Options of ``model.generate`` that a `Generation`, one text, has no room for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,13 +141,17 @@ class LanguageModel:
         streamer
             Receives tokens as they come, e.g. `transformers.TextStreamer`.
         **options
-            Passed on to ``model.generate``; greedy unless they say otherwise.
+            Passed on to ``model.generate``; greedy unless they say otherwise. What asks for more
+            than one text, or for other outputs, is refused: use `attach` for that.
 
         Raises
         ------
         InputError
-            If the prompt is empty or too long, ``max_new_tokens`` or ``prompt_chunk`` below 1, or
-            the run needs more memory than there is; if ``options`` name a cache.
+            If the prompt is empty or too long, ``max_new_tokens`` or ``prompt_chunk`` below 1, an
+            option is not valid (one that names a cache, for example), or the run needs more memory
+            than there is.
+        InfiniGenError
+            If the model computes NaN or infinity.
         """
         check_integer("max_new_tokens", max_new_tokens, 1)
         _check_options(options)
@@ -171,7 +189,7 @@ class LanguageModel:
         options: dict[str, Any],
     ) -> None:
         """Refuse what would not fit, before anything is computed."""
-        rows = max(options.get(name) or 1 for name in ("num_beams", "num_return_sequences"))
+        rows = options.get("num_beams") or 1
         request = model_request(
             self.model,
             context=ids.shape[1] + max_new_tokens,
@@ -223,12 +241,18 @@ def load(
 
 
 def _check_options(options: dict[str, Any]) -> None:
-    """That they leave the cache to this package."""
+    """That they leave the cache to this package, and ask for one text."""
     for name in (*CACHE_NAMES, "cache_implementation"):
         if options.get(name) is not None:
             raise InputError(
                 f"{name} is not valid here: generate makes a cache of its own, as config and "
                 "storage say. For another one, use model.generate of an attached model"
+            )
+    for name, value in SINGLE.items():
+        if options.get(name) not in (None, value):
+            raise InputError(
+                f"{name}={options[name]!r} is not valid here, where one text is returned: leave it "
+                "out, or use attach(...) and model.generate"
             )
 
 
@@ -253,10 +277,23 @@ def _generate(
         options = {"prefill_chunk_size": piece, **options}
     cache.expect_prompt(ids.shape[1])
     cache.recorder = recorder
+    settings = {
+        cache_argument(session.model): cache,
+        "do_sample": False,
+        "num_beams": 1,
+        **options,
+        **SINGLE,
+        "logits_processor": [SoundLogits(), *(options.get("logits_processor") or ())],
+    }
     model: Any = session.model  # not every class of Transformers can generate
-    return model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=max_new_tokens,
-        **{cache_argument(session.model): cache, "do_sample": False, **options},
-    )
+    try:
+        return model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, **settings
+        )
+    except ValueError as error:
+        if isinstance(error, InfiniGenError) or cache.get_seq_length() > 0:
+            raise
+        raise InputError(
+            f"the options of generate, or those of the model's generation_config, are not valid: "
+            f"{error}"
+        ) from error

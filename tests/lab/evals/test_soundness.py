@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ import tiny
 from calibrating import selecting
 from command_line import TEXT, tokenizer
 from infinigen_kv import Calibration, InfiniGenError, StorageConfig
+from infinigen_kv.calibration.fingerprint import model_fingerprint
+from infinigen_kv.models.adapters import adapter_for
 from infinigen_kv_lab.evals.registry import make_task
 from infinigen_kv_lab.evals.run import Subject, evaluate
 from infinigen_kv_lab.evals.store import PointStore
@@ -57,6 +60,16 @@ def test_what_the_model_computes_inside(
     name: str, part: str, calibration: Calibration, tmp_path: Path
 ) -> None:
     """Also in the last layer, after which nothing is looked at but what it passes on."""
+    model = broken(part, 0.0)
+    with torch.no_grad():
+        model.get_submodule(part).weight.fill_(3e38)  # sums of such overflow
+    made = replace(calibration, fingerprint=model_fingerprint(adapter_for(model)))
     policy = "infinigen" if name in ("attention", "speculation") else "ideal"
     with pytest.raises(InfiniGenError, match=SAID):
-        evaluated(name, policy, broken(part, float("nan")), calibration, tmp_path)
+        evaluated(name, policy, model, made, tmp_path)
+
+
+def test_weights(calibration: Calibration, tmp_path: Path) -> None:
+    model = broken("model.layers.1.mlp.down_proj", float("nan"))
+    with pytest.raises(InfiniGenError, match=rf"weights {SAID}"):
+        evaluated("text", "ideal", model, calibration, tmp_path)
