@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from infinigen_kv.files import plain
 from infinigen_kv_lab.evals.fewshot import Accuracy
 from infinigen_kv_lab.evals.intervals import Estimate, mean_of_means
 from infinigen_kv_lab.evals.run import Point
-from infinigen_kv_lab.evals.task import percent, plain
+from infinigen_kv_lab.evals.task import percent
 
 METRIC = "acc"
 

@@ -14,6 +14,7 @@ from infinigen_kv.calibration import Calibration
 from infinigen_kv.calibration.fingerprint import digest, model_fingerprint
 from infinigen_kv.config import InfiniGenConfig
 from infinigen_kv.errors import InputError
+from infinigen_kv.files import plain
 from infinigen_kv.models.adapters import adapter_for
 from infinigen_kv.policies.registry import cache_plan, check_policy
 from infinigen_kv.policies.settings import BUDGET
@@ -21,8 +22,9 @@ from infinigen_kv.progress import Progress, no_progress
 from infinigen_kv.session.attach import Session, attach
 from infinigen_kv.storage.config import StorageConfig
 from infinigen_kv_lab.evals.reading import FULL, Reader
-from infinigen_kv_lab.evals.store import PointKey, PointStore
-from infinigen_kv_lab.evals.task import Result, Sample, Task, plain
+from infinigen_kv_lab.evals.store import SampleStore, sample_key
+from infinigen_kv_lab.evals.task import Result, Sample, Task
+from infinigen_kv_lab.points import PointKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,7 @@ def evaluate(
     policies: Sequence[str],
     *,
     limit: int | None = None,
-    store: PointStore | None = None,
+    store: SampleStore | None = None,
     progress: Progress = no_progress,
 ) -> list[Point]:
     """Measure policies on one task, all of them on a sample before the next one.
@@ -114,7 +116,7 @@ def evaluate(
     names = _suitable(task, policies)
     if limit is not None and limit < 1:
         raise InputError(f"limit={limit} is not valid: it must be an integer >= 1")
-    store = store or PointStore(None)
+    store = store or SampleStore(None)
     config = task.config(subject.config)
     count = min(len(task), limit or len(task))
     keys = _keys(subject, config, task, names)
@@ -128,14 +130,14 @@ def evaluate(
         result = task.summarise(held[name], full)
         seconds = sum(each["seconds"] for each in held[name])
         points.append(
-            Point(task.name, name, keys[name].settings, count, len(task), seconds, result)
+            Point(task.name, name, keys[name].head["settings"], count, len(task), seconds, result)
         )
         store.keep(keys[name], held[name], result.to_dict())
     return points
 
 
 def samples_kept(
-    subject: Subject, task: Task, policies: Sequence[str], store: PointStore, *, limit: int | None
+    subject: Subject, task: Task, policies: Sequence[str], store: SampleStore, *, limit: int | None
 ) -> int:
     """How many samples, the first ones, `evaluate` would not measure, since all policies have them.
 
@@ -167,7 +169,7 @@ def _keys(
     """What each policy's point on the task is kept under."""
     about = {**subject.describe(config), "task": task.settings}
     return {
-        name: PointKey(
+        name: sample_key(
             task.name, name, {**about, "storage": asdict(_storage_of(name, subject, config))}
         )
         for name in policies
@@ -196,7 +198,7 @@ def _measure(
     keys: dict[str, PointKey],
     held: dict[str, list[Sample]],
     count: int,
-    store: PointStore,
+    store: SampleStore,
     progress: Progress,
 ) -> None:
     """Append to ``held`` the samples that it lacks."""

@@ -17,10 +17,11 @@ from transformers import PreTrainedModel
 
 from infinigen_kv.calibration import Calibration
 from infinigen_kv.calibration.fingerprint import digest, model_fingerprint
-from infinigen_kv.files import PointStore, plain
+from infinigen_kv.files import plain
 from infinigen_kv.kernels.base import find_kernels
 from infinigen_kv.models.adapters import adapter_for
 from infinigen_kv.paths import cache_dir
+from infinigen_kv_lab.points import PointKey, PointStore
 from infinigen_kv_lab.tuning.windows import Window
 
 FORMAT = 1  # raised when earlier results no longer mean the same
@@ -38,14 +39,11 @@ class Measurement:
     kind: str
     what: Mapping[str, Any]
 
-    def record(self, about: Mapping[str, Any]) -> dict[str, Any]:
-        """The head of its file; see `files.Named`."""
-        head = {"format": FORMAT, "kind": self.kind, "what": plain(self.what), **about}
-        return dict(json.loads(json.dumps(head)))
-
-    def file_name(self, about: Mapping[str, Any]) -> str:
-        """Tells measurements with other settings apart."""
-        return f"{self.kind}-{digest(self.record(about))}.json"
+    def key(self, about: Mapping[str, Any]) -> PointKey:
+        """What it is kept under, where its values depend on ``about``, too."""
+        return PointKey.of(
+            self.kind, {"format": FORMAT, "kind": self.kind, "what": self.what, **about}
+        )
 
 
 class Measurements:
@@ -74,12 +72,10 @@ class Measurements:
     ) -> None:
         self._about = dict(about or {})
         self._known: dict[str, dict[str, Any]] = {}
-        self._again = again
-        self._store: PointStore | None = None
         if folder is not None:
             with suppress(OSError):  # which the store reports
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._store = PointStore(folder, logger.warning)
+        self._store: PointStore | None = PointStore(folder, reuse=not again)
 
     def of(
         self,
@@ -92,8 +88,9 @@ class Measurements:
         ``read`` raises `ValueError`, `KeyError` or `TypeError` for values that are of no use, which
         are measured anew.
         """
-        name = measurement.file_name(self._about)
-        held = self._known.get(name) or self._held(measurement)
+        key = measurement.key(self._about)
+        name = key.file_name
+        held = self._known.get(name) or self._held(key)
         if held is not None:
             try:
                 found = read(held)
@@ -104,30 +101,21 @@ class Measurements:
                 return found
         values = plain(measure())
         self._known[name] = values
-        self._keep(measurement, values)
+        self._keep(key, values)
         return read(values)
 
-    def _keep(self, measurement: Measurement, values: dict[str, Any]) -> None:
+    def _keep(self, key: PointKey, values: dict[str, Any]) -> None:
         if self._store is None:
             return
         try:
-            self._store.put(measurement, self._about, {"values": values, "sha256": _sum(values)})
+            self._store.put(key, {"result": values})
         except OSError as error:  # e.g. a full disk: no reason to lose what was measured
             logger.warning("measurements are not kept from now on: %s", error)
             self._store = None
 
-    def _held(self, measurement: Measurement) -> dict[str, Any] | None:
-        if self._store is None or self._again:
-            return None
-        result = self._store.get(measurement, self._about)
-        if result is None:
-            return None
-        values = result.get("values")
-        if not isinstance(values, dict) or result.get("sha256") != _sum(values):
-            path = self._store.path(measurement, self._about)
-            logger.warning("%s is damaged (its checksum differs): measured again", path)
-            return None
-        return values
+    def _held(self, key: PointKey) -> dict[str, Any] | None:
+        point = None if self._store is None else self._store.get(key)
+        return None if point is None else dict(point["result"])
 
 
 def default_folder(about: Mapping[str, Any]) -> Path:
@@ -152,10 +140,6 @@ def window_digest(window: Window) -> dict[str, Any]:
     """Plain values that tell a window's tokens from others'."""
     ids = [*window.prompt.tolist(), *window.decoded.tolist()]
     return {"tokens": digest(ids), "prompt_tokens": window.prompt.numel()}
-
-
-def _sum(values: Mapping[str, Any]) -> str:
-    return sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def _weights_digest(model: PreTrainedModel) -> str:
