@@ -21,6 +21,7 @@ DPI = 200
 FOOTER_LETTERS = 118  # in a line
 TITLE_LETTERS = 78
 LOG_STEPS: tuple[tuple[float, tuple[float, ...]], ...] = (
+    (0.25, (1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 4.5, 5, 6, 7, 8, 9)),
     (0.8, (1, 1.5, 2, 3, 4, 5, 6, 8)),
     (2.0, (1, 2, 5)),
     (3.5, (1, 3)),

@@ -60,10 +60,10 @@ class RelativeSize(AccuracyFigure):
         canvas.curves(lengths, by_length, "value", "ratio")
         for row in by_share[:1]:
             canvas.across(sizes, row, "perplexity_full", look=FULL, label="full cache")
-        log_axes(sizes, "xy" if by_share else "y")
-        log_axes(lengths, "xy", places=[row["value"] for row in by_length])
         for axes in (sizes, lengths):
             axes.margins(y=0.08)
+        log_axes(sizes, "xy" if by_share else "y")
+        log_axes(lengths, "xy", places=[row["value"] for row in by_length])
         name_axes(sizes, "cached tokens attended to (%)", "perplexity")
         name_axes(lengths, f"prompt (tokens); {TOKENS} attended to", "perplexity over full cache's")
         canvas.legend(sizes, lengths)

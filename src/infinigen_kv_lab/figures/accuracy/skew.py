@@ -82,8 +82,8 @@ def _texts(canvas: Canvas, pair: Any, rows: Sequence[Row]) -> None:
     labels = ("perplexity over the full cache's", "KL to the full cache (nats)")
     for axes, y, label in zip(pair, ("ratio", "kl"), labels, strict=True):
         canvas.curves(axes, rows, "fetched_percent", y, looks=LOOKS)
-        log_axes(axes, "xy")
         axes.margins(y=0.08)
+        log_axes(axes, "xy")
         name_axes(axes, "cached tokens attended to (%)", label)
 
 

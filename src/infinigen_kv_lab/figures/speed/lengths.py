@@ -83,8 +83,8 @@ class Lengths(SpeedFigure):
         )
         level(speed, PAPER_SPEEDUP, f"the paper: {PAPER_SPEEDUP} x at 2048")
         lengths = [row["prompt_tokens"] for row in rows]
-        log_axes(speed, "xy", places=lengths)
         speed.margins(y=0.12)
+        log_axes(speed, "xy", places=lengths)
         log_axes(fetched, "x", places=lengths)
         fetched.set_ylim(bottom=0)
         name_axes(speed, "prompt (tokens)", "speed-up over stream (times)")
