@@ -29,7 +29,7 @@ class LayerEvidence:
         What the calibration's report says.
     recall, recall_true_query, recall_all_dimensions
         Of the tokens chosen beyond the always-kept ones, the share that the true scores would have
-        chosen: the engine's, and with one source of error left (`infinigen_kv_lab.evals.speculation`).
+        chosen: the engine's, and with one source of error left (`evals.speculation`).
     coverage, coverage_true_query, coverage_all_dimensions, best_coverage
         Attention mass on the chosen tokens, and on as many chosen by the true scores.
     concentration

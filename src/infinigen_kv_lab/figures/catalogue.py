@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
-from types import MappingProxyType
 
 from infinigen_kv.errors import InputError
 from infinigen_kv_lab.figures.accuracy.attention_course import AttentionCourse
@@ -60,7 +58,7 @@ FIGURES: tuple[AnyFigure, ...] = (
 )
 """Of each set the paper's in its order, then those beyond it; in the order of the page."""
 
-GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType({"16": ("16a", "16b")})
+GROUPS = {"16": ("16a", "16b")}
 """Names that stand for several figures."""
 
 

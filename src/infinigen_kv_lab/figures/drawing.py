@@ -55,28 +55,26 @@ def _style(
 
 
 # Where two systems of a kind share a colour, marker and dashes tell them apart, in grey too.
-STYLES: Mapping[str, Style] = MappingProxyType(
-    {
-        "infinigen": _style(BLUE, "o", "-", 2.2),
-        "infinigen, no resident set": _style(BLUE, "s", "--"),
-        "infinigen-paper": _style(SKY, "o", "--"),
-        "oracle": _style(GREEN, "*", ":"),
-        "oracle, no resident set": _style(GREEN, "*", ":"),
-        "ideal": _style(BLACK, "x", "--", 1.2),
-        "stream": _style(BLACK, "s", "-"),
-        "stream-int8": _style(GREY, "s", "--"),
-        "stream-int4": _style(GREY, "D", ":"),
-        "h2o": _style(RED, "^", "-"),
-        "scissorhands": _style(ORANGE, "v", "--"),
-        "streaming-llm": _style(PURPLE, "D", "-."),
-        "quest": _style(GREEN, "P", "-"),
-        "paging": _style(GREY, "X", "-."),
-        "paging-h2o": _style(RED, "X", "-."),
-        "DynamicCache": _style(ORANGE, "h", "-."),
-        "StaticCache": _style(PURPLE, "p", "--"),
-        "QuantizedCache": _style(SKY, "d", ":"),
-    }
-)
+STYLES = {
+    "infinigen": _style(BLUE, "o", "-", 2.2),
+    "infinigen, no resident set": _style(BLUE, "s", "--"),
+    "infinigen-paper": _style(SKY, "o", "--"),
+    "oracle": _style(GREEN, "*", ":"),
+    "oracle, no resident set": _style(GREEN, "*", ":"),
+    "ideal": _style(BLACK, "x", "--", 1.2),
+    "stream": _style(BLACK, "s", "-"),
+    "stream-int8": _style(GREY, "s", "--"),
+    "stream-int4": _style(GREY, "D", ":"),
+    "h2o": _style(RED, "^", "-"),
+    "scissorhands": _style(ORANGE, "v", "--"),
+    "streaming-llm": _style(PURPLE, "D", "-."),
+    "quest": _style(GREEN, "P", "-"),
+    "paging": _style(GREY, "X", "-."),
+    "paging-h2o": _style(RED, "X", "-."),
+    "DynamicCache": _style(ORANGE, "h", "-."),
+    "StaticCache": _style(PURPLE, "p", "--"),
+    "QuantizedCache": _style(SKY, "d", ":"),
+}
 _SPARE = (
     _style(RED, "<", ":", hollow=True),
     _style(PURPLE, ">", ":", hollow=True),

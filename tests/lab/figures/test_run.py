@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,10 +13,15 @@ import pytest
 import torch
 
 from infinigen_kv import InputError
-from infinigen_kv_lab.figures.run import AnyWork, measure_all
+from infinigen_kv_lab.figures import catalogue
+from infinigen_kv_lab.figures.drawing import Canvas, name_axes
+from infinigen_kv_lab.figures.figure import Figure
+from infinigen_kv_lab.figures.rig import Basis, Description, MeasurementRig
+from infinigen_kv_lab.figures.rows import Row
+from infinigen_kv_lab.figures.run import AnyWork, FigureOrder, make_figures, measure_all
 from infinigen_kv_lab.figures.speed.measurement import SpeedMeasurement
 from infinigen_kv_lab.figures.speed.rig import SpeedRig
-from infinigen_kv_lab.figures.worklist import in_words
+from infinigen_kv_lab.figures.worklist import ShareDone, in_words, unheeded
 from infinigen_kv_lab.points import PointStore
 
 WANTED = [SpeedMeasurement(prompt_tokens=100, decode_tokens=count) for count in (1, 2, 3)]
@@ -88,10 +96,6 @@ def test_a_damaged_file_is_measured_again(tmp_path: Path) -> None:
 
 def test_files_of_versions_without_a_checksum_are_read(tmp_path: Path) -> None:
     """What the version before wrote: the head and the result, named by a digest of the head."""
-    import hashlib
-    import json
-    from dataclasses import asdict
-
     head = {"format": 1, "point": asdict(WANTED[0]), "model": ""}
     digest = hashlib.sha256(json.dumps(head, sort_keys=True).encode()).hexdigest()[:16]
     path = tmp_path / f"bench-{digest}.json"
@@ -159,3 +163,89 @@ def test_time_left_is_said_for_each(tmp_path: Path) -> None:
 )
 def test_times_in_words(seconds: float, words: str) -> None:
     assert in_words(seconds) == words
+
+
+# Any set of figures: one class each for its setting, measurements, figures and rig.
+
+
+@dataclass(frozen=True)
+class Weighing:
+    label: str
+    kind: str = "weighing"
+
+
+@dataclass(frozen=True)
+class WeighingSetting:
+    model: str
+    weights: tuple[str, ...]
+
+
+class Weights(Figure[WeighingSetting, Weighing, float]):
+    figure_set = "weights"
+    name = "scales"
+    title = "What things weigh"
+    about = "Nothing to see."
+
+    def cases(self, setting: WeighingSetting) -> list[tuple[Row, Weighing]]:
+        return [({"thing": each}, Weighing(each)) for each in setting.weights]
+
+    def rows_of(self, result: float) -> list[Row]:
+        return [{"grams": result}]
+
+    def draw(self, canvas: Canvas, rows: Sequence[Row]) -> None:
+        axes = canvas.panels()[0][0]
+        axes.bar([row["thing"] for row in rows], [row["grams"] for row in rows])
+        name_axes(axes, "thing", "weight (g)")
+
+
+class WeighingRig(MeasurementRig[WeighingSetting, Weighing, float]):
+    figure_set = "weights"
+    device = torch.device("cpu")  # type: ignore[assignment]
+
+    def missing(self, measurement: Weighing) -> float:
+        if measurement.label == "air":
+            raise InputError("air has no weight here: weigh something else")
+        return 0.5
+
+    def measure(
+        self, measurement: Weighing, done: ShareDone = unheeded, *, again: bool = False
+    ) -> float:
+        if measurement.label == "sand":
+            raise KeyboardInterrupt
+        return float(len(measurement.label))
+
+    def partial(self, measurement: Weighing) -> float | None:
+        return 0.5 if measurement.label == "sand" else None
+
+    def cost(self, measurement: Weighing) -> float:
+        return 1.0
+
+    def describe(self, setting: WeighingSetting) -> Description:
+        return Description(facts={"gravity": 9.81}, settings={"gravity": "9.81"})
+
+    def basis(self, setting: Any, figure: Any, results: Mapping[Weighing, float]) -> Basis:
+        return Basis(f"{len(results)} things")
+
+
+def test_a_set_of_ones_own_is_measured_and_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figure = Weights()
+    monkeypatch.setattr(catalogue, "FIGURES", (*catalogue.FIGURES, figure))
+    assert catalogue.choose_figures("weights", "scales") == [figure]
+    order = FigureOrder(figures=[figure], folder=tmp_path, command="typed")
+    setting = WeighingSetting("scale", ("air", "iron", "sand", "wood"))
+    said: list[str] = []
+    outcome = make_figures(order, setting, WeighingRig(), said.append)
+    assert outcome.interrupted and not outcome.missing
+    values = json.loads((tmp_path / "figure-scales.json").read_text())
+    assert values["rows"] == [{"thing": "iron", "grams": 4.0}, {"thing": "sand", "grams": 0.5}]
+    assert values["gravity"] == 9.81
+    assert values["remarks"] == ["Missing: air: air has no weight here: weigh something else"]
+    assert (tmp_path / "figure-scales.csv").read_text() == "thing,grams\niron,4.0\nsand,0.5\n"
+    assert "What things weigh" in (tmp_path / "index.html").read_text()
+    assert [line.split(" (")[0] for line in said] == [
+        "weighing: cannot be measured: air has no weight here: weigh something else",
+        "[1/3] iron",
+        "[2/3] sand",
+    ]

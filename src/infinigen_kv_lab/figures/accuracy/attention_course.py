@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from infinigen_kv_lab.evals.attention import STEPS, Kept
-from infinigen_kv_lab.figures.accuracy.evaluation import Evaluation, Points
-from infinigen_kv_lab.figures.accuracy.figure import AccuracyFigure, results_of
+from infinigen_kv_lab.figures.accuracy.evaluation import Points
+from infinigen_kv_lab.figures.accuracy.figure import AccuracyFigure, Cases, results_of
 from infinigen_kv_lab.figures.accuracy.setting import SHARE, AccuracySetting, settings_at
 from infinigen_kv_lab.figures.drawing import Canvas, name_axes
 from infinigen_kv_lab.figures.rows import Row, spread
@@ -25,7 +25,7 @@ class AttentionCourse(AccuracyFigure):
         f"the mean over {STEPS} decode steps, all heads, and all layers that select but the first."
     ).replace("%", " %")
 
-    def cases(self, setting: AccuracySetting) -> list[tuple[Row, Evaluation]]:
+    def cases(self, setting: AccuracySetting) -> Cases:
         own = settings_at("infinigen", SHARE)
         span = setting.scale.course
         return [({}, setting.reading("attention", POLICIES, span, settings=own, budget=SHARE))]

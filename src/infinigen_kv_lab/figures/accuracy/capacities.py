@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 
 from infinigen_kv.storage.config import StorageConfig
 from infinigen_kv.storage.homes.slots import Eviction
 from infinigen_kv_lab.evals.perplexity import Perplexity
-from infinigen_kv_lab.figures.accuracy.evaluation import Evaluation, Points
-from infinigen_kv_lab.figures.accuracy.figure import AccuracyFigure, results_of
+from infinigen_kv_lab.figures.accuracy.figure import AccuracyFigure, Cases, Results, results_of
 from infinigen_kv_lab.figures.accuracy.setting import TEXT, AccuracySetting
 from infinigen_kv_lab.figures.drawing import PAPER, Canvas, log_axes, name_axes
 from infinigen_kv_lab.figures.rows import Row, interval, names, rows_with, spread
 
 POLICY = "infinigen"
 EVICTIONS: tuple[Eviction, ...] = ("counter", "lru", "fifo")
-NAMES: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {
-        "counter": ("counter", "infinigen"),
-        "lru": ("least recently used", "scissorhands"),
-        "fifo": ("first in, first out", "h2o"),
-    }
-)
+NAMES = {
+    "counter": ("counter", "infinigen"),
+    "lru": ("least recently used", "scissorhands"),
+    "fifo": ("first in, first out", "h2o"),
+}
 PAPER_FULL, PAPER_FIFO = 11.68, 19.64  # OPT-6.7B on WikiText-2, the latter at 80 % (Table 2)
 
 
@@ -37,7 +33,7 @@ class Capacities(AccuracyFigure):
         "for OPT-6.7B."
     )
 
-    def cases(self, setting: AccuracySetting) -> list[tuple[Row, Evaluation]]:
+    def cases(self, setting: AccuracySetting) -> Cases:
         span = setting.scale.stepwise
         return [
             (
@@ -50,7 +46,7 @@ class Capacities(AccuracyFigure):
             for evict in (EVICTIONS if capacity < 1 else EVICTIONS[:1])  # nothing is evicted
         ]
 
-    def rows(self, setting: AccuracySetting, results: Mapping[Evaluation, Points]) -> list[Row]:
+    def rows(self, setting: AccuracySetting, results: Results) -> list[Row]:
         rows: list[Row] = []
         for columns, measurement in self.cases(setting):
             storage = measurement.storage

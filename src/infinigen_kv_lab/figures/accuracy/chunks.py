@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from infinigen_kv_lab.evals.perplexity import CHUNK, Perplexity
 from infinigen_kv_lab.evals.reading import FULL
-from infinigen_kv_lab.figures.accuracy.evaluation import Evaluation, Points
-from infinigen_kv_lab.figures.accuracy.figure import AccuracyFigure, results_of
+from infinigen_kv_lab.figures.accuracy.evaluation import Points
+from infinigen_kv_lab.figures.accuracy.figure import AccuracyFigure, Cases, results_of
 from infinigen_kv_lab.figures.accuracy.setting import COMPARED, SHARE, AccuracySetting
 from infinigen_kv_lab.figures.drawing import Canvas, name_axes
 from infinigen_kv_lab.figures.rows import Row, interval, names, rows_with, spread
@@ -24,7 +24,7 @@ class Chunks(AccuracyFigure):
         "gap grow with what was decoded? Vertical lines are intervals."
     )
 
-    def cases(self, setting: AccuracySetting) -> list[tuple[Row, Evaluation]]:
+    def cases(self, setting: AccuracySetting) -> Cases:
         scale = setting.scale
         return [
             ({"text": text}, setting.reading(text, COMPARED, scale.text, budget=SHARE))

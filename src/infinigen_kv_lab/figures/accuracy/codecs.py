@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 
 from infinigen_kv.storage.config import StorageConfig
 from infinigen_kv.storage.homes.codec import CODECS
 from infinigen_kv_lab.evals.perplexity import Perplexity
-from infinigen_kv_lab.figures.accuracy.evaluation import Evaluation, Points
-from infinigen_kv_lab.figures.accuracy.figure import AccuracyFigure, results_of
+from infinigen_kv_lab.figures.accuracy.evaluation import Points
+from infinigen_kv_lab.figures.accuracy.figure import AccuracyFigure, Cases, results_of
 from infinigen_kv_lab.figures.accuracy.setting import SHARE, TEXT, AccuracySetting
 from infinigen_kv_lab.figures.drawing import GREY, Canvas, log_axes, name_axes
 from infinigen_kv_lab.figures.rows import Row, spread
 
 POLICIES = ("infinigen", "infinigen-paper", "h2o", "stream")
 EXACT = 1e-7  # nats; below it a system is as good as the full cache
-MARKERS: Mapping[str, str] = MappingProxyType({"none": "o", "int8": "s", "int4": "D"})
+MARKERS = {"none": "o", "int8": "s", "int4": "D"}
 
 
 class Codecs(AccuracyFigure):
@@ -29,7 +28,7 @@ class Codecs(AccuracyFigure):
         "itself, and so has no KL to show. Vertical lines are intervals."
     )
 
-    def cases(self, setting: AccuracySetting) -> list[tuple[Row, Evaluation]]:
+    def cases(self, setting: AccuracySetting) -> Cases:
         return [
             (
                 {"codec": codec},

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 
 from infinigen_kv_lab.evals.reading import FULL
 from infinigen_kv_lab.evals.skewing import SERIES, TOP, Skewing
-from infinigen_kv_lab.figures.accuracy.evaluation import Evaluation, Points
-from infinigen_kv_lab.figures.accuracy.figure import AccuracyFigure, results_of
+from infinigen_kv_lab.figures.accuracy.evaluation import Points
+from infinigen_kv_lab.figures.accuracy.figure import AccuracyFigure, Cases, results_of
 from infinigen_kv_lab.figures.accuracy.setting import AccuracySetting
 from infinigen_kv_lab.figures.drawing import GREY, Canvas, name_axes, whole_numbers
 from infinigen_kv_lab.figures.rows import Row
 
-LOOKS: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {
-        "query": ("query", "infinigen-paper"),
-        "query_skewed": ("query, skewed", "infinigen"),
-        "key": ("key", "scissorhands"),
-        "key_skewed": ("key, skewed", "h2o"),
-    }
-)
+LOOKS = {
+    "query": ("query", "infinigen-paper"),
+    "query_skewed": ("query, skewed", "infinigen"),
+    "key": ("key", "scissorhands"),
+    "key_skewed": ("key, skewed", "h2o"),
+}
 
 
 class Columns(AccuracyFigure):
@@ -35,7 +32,7 @@ class Columns(AccuracyFigure):
         "uses them, after any rotary positions."
     ).replace("%", " %")
 
-    def cases(self, setting: AccuracySetting) -> list[tuple[Row, Evaluation]]:
+    def cases(self, setting: AccuracySetting) -> Cases:
         return [({}, setting.look("skew"))]
 
     def rows_of(self, result: Points) -> list[Row]:

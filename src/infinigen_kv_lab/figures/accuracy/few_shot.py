@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from infinigen_kv_lab.evals.fewshot import Accuracy
 from infinigen_kv_lab.evals.intervals import Estimate, mean_of_means
 from infinigen_kv_lab.evals.reading import FULL
 from infinigen_kv_lab.evals.run import Point
-from infinigen_kv_lab.figures.accuracy.evaluation import Evaluation, Points
-from infinigen_kv_lab.figures.accuracy.figure import AccuracyFigure
+from infinigen_kv_lab.figures.accuracy.figure import AccuracyFigure, Cases, Results
 from infinigen_kv_lab.figures.accuracy.setting import AccuracySetting
 from infinigen_kv_lab.figures.drawing import Canvas, log_axes, name_axes
 from infinigen_kv_lab.figures.rows import Row, names, rows_with, spread
@@ -31,8 +30,8 @@ class FewShot(AccuracyFigure):
         "lm-evaluation-harness."
     )
 
-    def cases(self, setting: AccuracySetting) -> list[tuple[Row, Evaluation]]:
-        cases: list[tuple[Row, Evaluation]] = []
+    def cases(self, setting: AccuracySetting) -> Cases:
+        cases: Cases = []
         for task in TASKS:
             varied: list[tuple[str, str, dict[str, Any]]] = [("", FULL, {})]
             varied += [
@@ -55,7 +54,7 @@ class FewShot(AccuracyFigure):
             ]
         return cases
 
-    def rows(self, setting: AccuracySetting, results: Mapping[Evaluation, Points]) -> list[Row]:
+    def rows(self, setting: AccuracySetting, results: Results) -> list[Row]:
         rows: list[Row] = []
         together: dict[tuple[str, str], list[Point]] = {}
         for columns, measurement in self.cases(setting):

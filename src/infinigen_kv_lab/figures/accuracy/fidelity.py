@@ -2,36 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 
 import numpy as np
 
 from infinigen_kv_lab.evals.agreement import MEASURES, VARIANTS
 from infinigen_kv_lab.evals.speculation import Speculation
-from infinigen_kv_lab.figures.accuracy.evaluation import Evaluation, Points
-from infinigen_kv_lab.figures.accuracy.figure import AccuracyFigure, results_of
+from infinigen_kv_lab.figures.accuracy.evaluation import Points
+from infinigen_kv_lab.figures.accuracy.figure import AccuracyFigure, Cases, results_of
 from infinigen_kv_lab.figures.accuracy.setting import AccuracySetting
 from infinigen_kv_lab.figures.drawing import Canvas, heat_map, name_axes, whole_numbers
 from infinigen_kv_lab.figures.rows import Row
 
 POLICY = "infinigen"
-LABELS: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {
-        "engine": ("engine", "infinigen"),
-        "true_query": ("true query: error of the dimensions alone", "h2o"),
-        "all_dimensions": ("all dimensions: error of the query alone", "streaming-llm"),
-        "best": ("best choice of as many tokens", "ideal"),
-    }
-)
-AXES: Mapping[str, str] = MappingProxyType(
-    {
-        "recall": "recall",
-        "coverage": "attention mass covered",
-        "rank_correlation": "rank correlation",
-        "divergence": "JS divergence (nats)",
-    }
-)
+LABELS = {
+    "engine": ("engine", "infinigen"),
+    "true_query": ("true query: error of the dimensions alone", "h2o"),
+    "all_dimensions": ("all dimensions: error of the query alone", "streaming-llm"),
+    "best": ("best choice of as many tokens", "ideal"),
+}
+AXES = {
+    "recall": "recall",
+    "coverage": "attention mass covered",
+    "rank_correlation": "rank correlation",
+    "divergence": "JS divergence (nats)",
+}
 
 
 class Fidelity(AccuracyFigure):
@@ -47,7 +42,7 @@ class Fidelity(AccuracyFigure):
         "error is inherited."
     )
 
-    def cases(self, setting: AccuracySetting) -> list[tuple[Row, Evaluation]]:
+    def cases(self, setting: AccuracySetting) -> Cases:
         return [({}, setting.look("speculation", POLICY))]
 
     def rows_of(self, result: Points) -> list[Row]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar, TypeVar, cast
 
 from infinigen_kv_lab.evals.task import Result
 from infinigen_kv_lab.figures.accuracy.evaluation import Evaluation, Points
 from infinigen_kv_lab.figures.accuracy.setting import AccuracySetting
 from infinigen_kv_lab.figures.figure import Figure
+from infinigen_kv_lab.figures.rows import Row
 
+Cases = list[tuple[Row, Evaluation]]
+Results = Mapping[Evaluation, Points]
 ResultT = TypeVar("ResultT", bound=Result)
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from infinigen_kv_lab.evals.perplexity import Perplexity
 from infinigen_kv_lab.evals.reading import FULL
-from infinigen_kv_lab.figures.accuracy.evaluation import Evaluation, Points
-from infinigen_kv_lab.figures.accuracy.figure import AccuracyFigure, results_of
+from infinigen_kv_lab.figures.accuracy.evaluation import Points
+from infinigen_kv_lab.figures.accuracy.figure import AccuracyFigure, Cases, results_of
 from infinigen_kv_lab.figures.accuracy.setting import AccuracySetting
 from infinigen_kv_lab.figures.drawing import Canvas, log_axes, name_axes
 from infinigen_kv_lab.figures.rows import Row, rows_with, spread
@@ -27,7 +27,7 @@ class RelativeSize(AccuracyFigure):
         "length. Vertical lines are intervals, paired by window."
     )
 
-    def cases(self, setting: AccuracySetting) -> list[tuple[Row, Evaluation]]:
+    def cases(self, setting: AccuracySetting) -> Cases:
         scale = setting.scale
         spans = [("share", share, share, scale.sweep) for share in scale.shares]
         for length in scale.lengths:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from infinigen_kv_lab.evals.retrieval import Retrieval
 from infinigen_kv_lab.evals.task import TaskOptions
-from infinigen_kv_lab.figures.accuracy.evaluation import Evaluation, Points
-from infinigen_kv_lab.figures.accuracy.figure import AccuracyFigure, results_of
+from infinigen_kv_lab.figures.accuracy.evaluation import Points
+from infinigen_kv_lab.figures.accuracy.figure import AccuracyFigure, Cases, results_of
 from infinigen_kv_lab.figures.accuracy.setting import COMPARED, SHARE, AccuracySetting, evaluation
 from infinigen_kv_lab.figures.drawing import Canvas, heat_map, name_axes
 from infinigen_kv_lab.figures.rows import Row, interval, names, rows_with, spread
@@ -82,7 +82,7 @@ class Passkey(RetrievalMap):
         "are left out."
     )
 
-    def cases(self, setting: AccuracySetting) -> list[tuple[Row, Evaluation]]:
+    def cases(self, setting: AccuracySetting) -> Cases:
         samples = setting.scale.passkeys
         return [({}, evaluation("passkey", COMPARED, TaskOptions(), samples, budget=SHARE))]
 
@@ -96,7 +96,7 @@ class Needles(RetrievalMap):
         "questions."
     )
 
-    def cases(self, setting: AccuracySetting) -> list[tuple[Row, Evaluation]]:
+    def cases(self, setting: AccuracySetting) -> Cases:
         scale = setting.scale
         options = TaskOptions(
             lengths=scale.needle_lengths, repeats=scale.needle_repeats, text=setting.text

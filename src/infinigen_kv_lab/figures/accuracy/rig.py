@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from infinigen_kv_lab.evals.skewing import without_skew
 from infinigen_kv_lab.evals.store import SampleStore
 from infinigen_kv_lab.evals.task import Inputs, Task, TaskOptions
 from infinigen_kv_lab.figures.accuracy.evaluation import Evaluation, Points
-from infinigen_kv_lab.figures.accuracy.figure import AccuracyFigure
+from infinigen_kv_lab.figures.accuracy.figure import AccuracyFigure, Results
 from infinigen_kv_lab.figures.accuracy.setting import SHARE, AccuracySetting
 from infinigen_kv_lab.figures.figure import Figure
 from infinigen_kv_lab.figures.machine import processor
@@ -123,7 +123,7 @@ class AccuracyRig(MeasurementRig[AccuracySetting, Evaluation, Points]):
         self,
         setting: AccuracySetting,
         figure: Figure[AccuracySetting, Evaluation, Points],
-        results: Mapping[Evaluation, Points],
+        results: Results,
     ) -> Basis:
         """Samples that a figure rests on."""
         rests = rests_on(list(results.values()))

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 
 from infinigen_kv_lab.evals.reading import FULL
 from infinigen_kv_lab.evals.similarity import TENSORS, Similarity
-from infinigen_kv_lab.figures.accuracy.evaluation import Evaluation, Points
-from infinigen_kv_lab.figures.accuracy.figure import AccuracyFigure, results_of
+from infinigen_kv_lab.figures.accuracy.evaluation import Points
+from infinigen_kv_lab.figures.accuracy.figure import AccuracyFigure, Cases, results_of
 from infinigen_kv_lab.figures.accuracy.setting import AccuracySetting
 from infinigen_kv_lab.figures.drawing import Canvas, name_axes, whole_numbers
 from infinigen_kv_lab.figures.rows import Row, interval, spread
 
-SHOWN: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {
-        "block_input": ("input of the block", "infinigen"),
-        "attention_input": ("input of the attention, after its norm", "infinigen-paper"),
-        "attention_output": ("output of the attention", "h2o"),
-        "feed_forward_output": ("output of the feed-forward", "streaming-llm"),
-    }
-)
+SHOWN = {
+    "block_input": ("input of the block", "infinigen"),
+    "attention_input": ("input of the attention, after its norm", "infinigen-paper"),
+    "attention_output": ("output of the attention", "h2o"),
+    "feed_forward_output": ("output of the feed-forward", "streaming-llm"),
+}
 """By tensor: its label, and the system whose look its line has."""
 
 
@@ -35,7 +32,7 @@ class SimilarityTable(AccuracyFigure):
         "rehearsal reads."
     )
 
-    def cases(self, setting: AccuracySetting) -> list[tuple[Row, Evaluation]]:
+    def cases(self, setting: AccuracySetting) -> Cases:
         return [({}, setting.look("similarity"))]
 
     def rows_of(self, result: Points) -> list[Row]:

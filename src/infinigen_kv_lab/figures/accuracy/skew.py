@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any
 
 from infinigen_kv_lab.evals.perplexity import Perplexity
 from infinigen_kv_lab.evals.run import Point
-from infinigen_kv_lab.figures.accuracy.evaluation import Evaluation, Points
+from infinigen_kv_lab.figures.accuracy.evaluation import Points
 from infinigen_kv_lab.figures.accuracy.few_shot import TASKS, accuracy_of, fetched_percent
-from infinigen_kv_lab.figures.accuracy.figure import AccuracyFigure
+from infinigen_kv_lab.figures.accuracy.figure import AccuracyFigure, Cases
 from infinigen_kv_lab.figures.accuracy.setting import SHARE, AccuracySetting, settings_at
 from infinigen_kv_lab.figures.drawing import Canvas, log_axes, name_axes
 from infinigen_kv_lab.figures.rows import Row, interval, names, spread
 
-VARIANTS: Mapping[str, tuple[str, bool, str]] = MappingProxyType(
-    {
-        "calibrated": ("infinigen", True, "infinigen"),
-        "paper's skew": ("infinigen-paper", True, "infinigen-paper"),
-        "no skew": ("infinigen-paper", False, "h2o"),
-    }
-)
+VARIANTS = {
+    "calibrated": ("infinigen", True, "infinigen"),
+    "paper's skew": ("infinigen-paper", True, "infinigen-paper"),
+    "no skew": ("infinigen-paper", False, "h2o"),
+}
 """By name: the policy, whether it skews, and the system whose look it has."""
 LOOKS = {variant: (variant, look) for variant, (_, _, look) in VARIANTS.items()}
 
@@ -40,9 +37,9 @@ class SkewAblation(AccuracyFigure):
         "Vertical lines are intervals."
     ).replace("%", " %")
 
-    def cases(self, setting: AccuracySetting) -> list[tuple[Row, Evaluation]]:
+    def cases(self, setting: AccuracySetting) -> Cases:
         scale = setting.scale
-        cases: list[tuple[Row, Evaluation]] = []
+        cases: Cases = []
         for share in scale.shares:
             for variant, (policy, skewed, _) in VARIANTS.items():
                 text = setting.at_share(policy, share, scale.sweep, skewed=skewed)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from infinigen_kv_lab.evals.reading import FULL
 from infinigen_kv_lab.evals.sparsity import FEW, MASS, Sparsity
-from infinigen_kv_lab.figures.accuracy.evaluation import Evaluation, Points
-from infinigen_kv_lab.figures.accuracy.figure import AccuracyFigure, results_of
+from infinigen_kv_lab.figures.accuracy.evaluation import Points
+from infinigen_kv_lab.figures.accuracy.figure import AccuracyFigure, Cases, results_of
 from infinigen_kv_lab.figures.accuracy.setting import AccuracySetting
 from infinigen_kv_lab.figures.drawing import Canvas, log_axes, name_axes
 from infinigen_kv_lab.figures.rows import Row, names, rows_with, spread
@@ -26,7 +26,7 @@ class SparseQueries(AccuracyFigure):
         "that nobody needed for long may come back, so that dropping it for good loses something."
     ).replace("%", " %")
 
-    def cases(self, setting: AccuracySetting) -> list[tuple[Row, Evaluation]]:
+    def cases(self, setting: AccuracySetting) -> Cases:
         return [({}, setting.look_at_contexts())]
 
     def rows_of(self, result: Points) -> list[Row]:

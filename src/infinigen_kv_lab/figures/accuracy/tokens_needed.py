@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from infinigen_kv_lab.evals.reading import FULL
 from infinigen_kv_lab.evals.sparsity import MASS, Sparsity
-from infinigen_kv_lab.figures.accuracy.evaluation import Evaluation, Points
-from infinigen_kv_lab.figures.accuracy.figure import AccuracyFigure, results_of
+from infinigen_kv_lab.figures.accuracy.evaluation import Points
+from infinigen_kv_lab.figures.accuracy.figure import AccuracyFigure, Cases, results_of
 from infinigen_kv_lab.figures.accuracy.setting import AccuracySetting
 from infinigen_kv_lab.figures.drawing import Canvas, name_axes, whole_numbers
 from infinigen_kv_lab.figures.rows import Row
@@ -26,7 +26,7 @@ class TokensNeeded(AccuracyFigure):
         "budget for all of them fits none."
     )
 
-    def cases(self, setting: AccuracySetting) -> list[tuple[Row, Evaluation]]:
+    def cases(self, setting: AccuracySetting) -> Cases:
         return [({}, setting.look_at_contexts())]
 
     def rows_of(self, result: Points) -> list[Row]:

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from infinigen_kv_lab.figures.drawing import PAPER, Canvas, log_axes, name_axes
 from infinigen_kv_lab.figures.rows import Row, series
-from infinigen_kv_lab.figures.speed.figure import SpeedFigure, systems
-from infinigen_kv_lab.figures.speed.measurement import SpeedMeasurement
+from infinigen_kv_lab.figures.speed.figure import Cases, SpeedFigure, systems
 from infinigen_kv_lab.figures.speed.setting import SpeedSetting
 from infinigen_kv_lab.points import Result
 
@@ -23,7 +22,7 @@ class Batches(SpeedFigure):
         "paper's smallest and largest speed-up over H2O."
     )
 
-    def cases(self, setting: SpeedSetting) -> list[tuple[Row, SpeedMeasurement]]:
+    def cases(self, setting: SpeedSetting) -> Cases:
         batches = setting.scale.batches
         return [({"batch": batch}, setting.sweep(batch=batch)) for batch in batches]
 

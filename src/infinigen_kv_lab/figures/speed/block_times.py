@@ -7,13 +7,13 @@ link's statistics call waiting is taken out of the part it happened in.
 from __future__ import annotations
 
 import gc
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -51,19 +51,6 @@ class BlockTimes:
         return {**asdict(self), "total": self.total}
 
 
-@dataclass(slots=True)
-class _Moment:
-    """A time on the clock, and how long the link had been waited for by then; seconds."""
-
-    clock: float
-    waited: float
-
-    def since(self, earlier: _Moment) -> tuple[float, float]:
-        """Seconds of work and of waiting since then."""
-        waited = self.waited - earlier.waited
-        return self.clock - earlier.clock - waited, waited
-
-
 class BlockTimer:
     """Times the blocks of the forwards that run inside `timing`.
 
@@ -74,7 +61,8 @@ class BlockTimer:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._waited: Callable[[], float] = lambda: 0.0
-        self._marks: dict[int, list[_Moment]] = {}
+        self._marks: dict[int, list[tuple[float, float]]] = {}
+        """By layer, the clock at each border and how long the link had been waited for; seconds."""
 
     @contextmanager
     def timing(self) -> Iterator[None]:
@@ -102,16 +90,14 @@ class BlockTimer:
         statistics_ = cache.storage.link.statistics
         self._waited = lambda: statistics_.wait_seconds
         logits = forward(self._session.model, token, cache)
-        blocks = [_split(*marks) for marks in self._marks.values()]
-        return logits, _mean(blocks)
+        return logits, _split(np.array(list(self._marks.values())))
 
     def _marker(self, index: int) -> Callable[..., None]:
         def mark(module: nn.Module, *given: Any) -> None:
             device = self._session.model.device
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
-            moment = _Moment(time.perf_counter(), self._waited())
-            self._marks.setdefault(index, []).append(moment)
+            self._marks.setdefault(index, []).append((time.perf_counter(), self._waited()))
 
         return mark
 
@@ -175,36 +161,24 @@ def split_blocks(
     finally:
         for cache in caches.values():
             cache.close()
-    return {name: _mean(_middle(each)) for name, each in times.items()}
+    return {name: _middle(steps) for name, steps in times.items()}
 
 
-def _split(
-    start: _Moment, entered: _Moment, predicted: _Moment, attended: _Moment, end: _Moment
-) -> BlockTimes:
-    before, waited_before = entered.since(start)
-    prediction, waited_predicting = predicted.since(entered)
-    attention, waited_attending = attended.since(predicted)
-    after, waited_after = end.since(attended)
-    waited = waited_before + waited_predicting + waited_attending + waited_after
+def _split(marks: np.ndarray) -> BlockTimes:
+    """The mean block of one step, from the marks ``(blocks, 5 borders, clock and waited)``."""
+    passed, waited = 1e3 * np.diff(marks, axis=1).mean(axis=0).T  # ms in the 4 parts
+    before, prediction, attention, after = (passed - waited).tolist()
     return BlockTimes(
-        transfer=1e3 * waited,
-        attention=1e3 * attention,
-        feed_forward=1e3 * (before + after),
-        prediction=1e3 * prediction,
+        transfer=float(waited.sum()),
+        attention=attention,
+        feed_forward=before + after,
+        prediction=prediction,
     )
 
 
-def _middle(times: list[BlockTimes]) -> list[BlockTimes]:
-    """The middle half, so that a disturbance of the machine does not count."""
-    ordered = sorted(times, key=lambda each: each.total)
+def _middle(steps: Sequence[BlockTimes]) -> BlockTimes:
+    """The mean of the middle half, so that a disturbance of the machine does not count."""
+    ordered = sorted(steps, key=lambda step: step.total)
     cut = len(ordered) // 4
-    return ordered[cut : len(ordered) - cut]
-
-
-def _mean(times: Sequence[BlockTimes]) -> BlockTimes:
-    return BlockTimes(
-        *(
-            statistics.fmean(getattr(each, part) for each in times)
-            for part in ("transfer", "attention", "feed_forward", "prediction")
-        )
-    )
+    middle = [astuple(step) for step in ordered[cut : len(ordered) - cut]]
+    return BlockTimes(*np.mean(middle, axis=0).tolist())

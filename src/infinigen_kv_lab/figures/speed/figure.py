@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from infinigen_kv_lab.figures.figure import Figure
@@ -9,6 +10,9 @@ from infinigen_kv_lab.figures.rows import Row
 from infinigen_kv_lab.figures.speed.measurement import SpeedMeasurement
 from infinigen_kv_lab.figures.speed.setting import SpeedSetting
 from infinigen_kv_lab.points import Result
+
+Cases = list[tuple[Row, SpeedMeasurement]]
+Results = Mapping[SpeedMeasurement, Result]
 
 
 class SpeedFigure(Figure[SpeedSetting, SpeedMeasurement, Result]):

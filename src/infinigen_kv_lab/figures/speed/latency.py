@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 
 from infinigen_kv_lab.bench.run import IDEAL
 from infinigen_kv_lab.figures.drawing import Canvas, brief, log_axes, marks, name_axes
 from infinigen_kv_lab.figures.rows import Row
-from infinigen_kv_lab.figures.speed.figure import SpeedFigure, systems
-from infinigen_kv_lab.figures.speed.measurement import SpeedMeasurement
+from infinigen_kv_lab.figures.speed.figure import Cases, SpeedFigure, systems
 from infinigen_kv_lab.figures.speed.setting import SpeedSetting
 from infinigen_kv_lab.points import Result
 
-PAPER_BLOCK: Mapping[str, float] = MappingProxyType(
-    {"stream": 18.55, "stream-int4": 9.67, "h2o": 5.0, "infinigen-paper": 1.52, "infinigen": 1.52}
-)
+PAPER_BLOCK = {
+    "stream": 18.55,
+    "stream-int4": 9.67,
+    "h2o": 5.0,
+    "infinigen-paper": 1.52,
+    "infinigen": 1.52,
+}
 """A block's time over that of ``ideal``, paper, Figure 18."""
 
 
@@ -30,7 +32,7 @@ class Latency(SpeedFigure):
         "are the paper's ratios (its Figure 18, on a GPU) times the ideal measured here."
     )
 
-    def cases(self, setting: SpeedSetting) -> list[tuple[Row, SpeedMeasurement]]:
+    def cases(self, setting: SpeedSetting) -> Cases:
         return [({}, setting.headline())]
 
     def rows_of(self, result: Result) -> list[Row]:

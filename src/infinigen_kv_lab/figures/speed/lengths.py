@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 
 from infinigen_kv_lab.bench.run import RECORDED, WARM_UP
 from infinigen_kv_lab.figures.drawing import PAPER, Canvas, level, log_axes, name_axes
 from infinigen_kv_lab.figures.rows import Row, rows_with, series
-from infinigen_kv_lab.figures.speed.figure import SpeedFigure, systems
-from infinigen_kv_lab.figures.speed.measurement import SpeedMeasurement
+from infinigen_kv_lab.figures.speed.figure import Cases, SpeedFigure, systems
 from infinigen_kv_lab.figures.speed.setting import COMPARED, SpeedSetting
 from infinigen_kv_lab.points import Result
 
-PAPER_TOKENS: Mapping[int, int] = MappingProxyType({512: 37, 1024: 60, 1536: 66, 2048: 73})
+PAPER_TOKENS = {512: 37, 1024: 60, 1536: 66, 2048: 73}
 PAPER_SPEEDUP = 5.28  # over FlexGen at 2048 tokens
 
 
@@ -26,7 +24,7 @@ class Lengths(SpeedFigure):
         "already. The paper's numbers are for a model of its own, on a GPU."
     )
 
-    def cases(self, setting: SpeedSetting) -> list[tuple[Row, SpeedMeasurement]]:
+    def cases(self, setting: SpeedSetting) -> Cases:
         scale = setting.scale
         return [
             # the headline measurement has the same systems, and more

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from infinigen_kv_lab.bench.run import IDEAL
 from infinigen_kv_lab.figures.drawing import Canvas, log_axes, name_axes
 from infinigen_kv_lab.figures.rows import Row, names, series
-from infinigen_kv_lab.figures.speed.figure import SpeedFigure, systems
-from infinigen_kv_lab.figures.speed.measurement import SpeedMeasurement
+from infinigen_kv_lab.figures.speed.figure import Cases, Results, SpeedFigure, systems
 from infinigen_kv_lab.figures.speed.setting import SpeedSetting
 from infinigen_kv_lab.points import Result
 
@@ -28,14 +27,14 @@ class LinkRates(SpeedFigure):
         "rate is interpolated between measured rates."
     )
 
-    def cases(self, setting: SpeedSetting) -> list[tuple[Row, SpeedMeasurement]]:
+    def cases(self, setting: SpeedSetting) -> Cases:
         shown = tuple(name for name in POLICIES if name in setting.policies)
         return [
             ({"rate_gb_per_s": rate}, setting.sweep(policies=shown, link=f"emulated:{rate:g}"))
             for rate in setting.scale.rates
         ]
 
-    def rows(self, setting: SpeedSetting, results: Mapping[SpeedMeasurement, Result]) -> list[Row]:
+    def rows(self, setting: SpeedSetting, results: Results) -> list[Row]:
         rows = super().rows(setting, results)
         for row in rows:
             row["pays_below_gb_per_s"] = break_even(rows, row["system"])

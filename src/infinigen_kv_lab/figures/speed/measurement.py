@@ -80,6 +80,11 @@ class SpeedMeasurement:
         return calibration.config(rehearsal=self.rehearsal, **own)
 
     @property
+    def text_tokens(self) -> int:
+        """Of each row's text that is read: the prompt, and for ``fidelity`` what follows it."""
+        return self.prompt_tokens + (self.decode_tokens if self.kind == "fidelity" else 0)
+
+    @property
     def label(self) -> str:
         """For a line of progress."""
         parts = [self.kind, f"{self.batch} x {self.prompt_tokens} tokens"]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from infinigen_kv_lab.bench.peers import PEERS
 from infinigen_kv_lab.bench.run import WARM_UP
 from infinigen_kv_lab.figures.drawing import Canvas, log_axes, name_axes
 from infinigen_kv_lab.figures.rows import Row
-from infinigen_kv_lab.figures.speed.figure import SpeedFigure, systems
-from infinigen_kv_lab.figures.speed.measurement import SpeedMeasurement
+from infinigen_kv_lab.figures.speed.figure import Cases, Results, SpeedFigure, systems
 from infinigen_kv_lab.figures.speed.peer_results import SPEED
 from infinigen_kv_lab.figures.speed.setting import SpeedSetting
 from infinigen_kv_lab.points import Result
@@ -25,14 +24,14 @@ class OneMemory(SpeedFigure):
         "Programs in files given with --peers were run apart."
     )
 
-    def cases(self, setting: SpeedSetting) -> list[tuple[Row, SpeedMeasurement]]:
+    def cases(self, setting: SpeedSetting) -> Cases:
         own = {"policies": ("infinigen",), "peers": PEERS, "link": "none", "home": "device"}
         return [
             ({"context": context + WARM_UP}, setting.sweep(prompt_tokens=context, **own))
             for context in setting.scale.contexts
         ]
 
-    def rows(self, setting: SpeedSetting, results: Mapping[SpeedMeasurement, Result]) -> list[Row]:
+    def rows(self, setting: SpeedSetting, results: Results) -> list[Row]:
         rows = super().rows(setting, results)
         others = [
             {

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from infinigen_kv_lab.figures.drawing import BLUE, Canvas, log_axes, name_axes
 from infinigen_kv_lab.figures.rows import Row, names
-from infinigen_kv_lab.figures.speed.figure import SpeedFigure, one_system
-from infinigen_kv_lab.figures.speed.measurement import SpeedMeasurement
+from infinigen_kv_lab.figures.speed.figure import Cases, Results, SpeedFigure, one_system
 from infinigen_kv_lab.figures.speed.peer_results import ACCURACY, PeerResults
 from infinigen_kv_lab.figures.speed.setting import SpeedSetting
-from infinigen_kv_lab.points import Result
 
 BUDGETED = ("h2o", "scissorhands", "streaming-llm", "quest")
 FIXED = ("stream", "stream-int8", "stream-int4", "paging", "paging-h2o")
@@ -32,10 +30,10 @@ class Pareto(SpeedFigure):
         "if it crossed the link each step, as for h2o."
     ).replace("%", " %")
 
-    def cases(self, setting: SpeedSetting) -> list[tuple[Row, SpeedMeasurement]]:
+    def cases(self, setting: SpeedSetting) -> Cases:
         return [({}, setting.headline()), *self._varied(setting)]
 
-    def _varied(self, setting: SpeedSetting) -> list[tuple[Row, SpeedMeasurement]]:
+    def _varied(self, setting: SpeedSetting) -> Cases:
         """What varies and the names that the policies are drawn under; the measurement."""
         scale = setting.scale
         common: dict[str, Any] = {
@@ -56,7 +54,7 @@ class Pareto(SpeedFigure):
                 (f"alpha {alpha:g}", bounds, {**own, "resident": 0.0}),
                 (f"alpha {alpha:g}", {paper: paper}, {**own, "rehearsal": "paper"}),
             ]
-        cases: list[tuple[Row, SpeedMeasurement]] = []
+        cases: Cases = []
         for varied, labels, changes in variants:
             shown = {name: label for name, label in labels.items() if name in setting.policies}
             if shown:
@@ -64,7 +62,7 @@ class Pareto(SpeedFigure):
                 cases.append(({"setting": varied, "labels": shown}, measurement))
         return cases
 
-    def rows(self, setting: SpeedSetting, results: Mapping[SpeedMeasurement, Result]) -> list[Row]:
+    def rows(self, setting: SpeedSetting, results: Results) -> list[Row]:
         base = results.get(setting.headline())
         streamed = None if base is None else one_system(base, "stream")
         if base is None or streamed is None:

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from infinigen_kv_lab.bench.run import IDEAL
 from infinigen_kv_lab.figures.drawing import Canvas, log_axes, name_axes
 from infinigen_kv_lab.figures.rows import Row
-from infinigen_kv_lab.figures.speed.figure import SpeedFigure, one_system
-from infinigen_kv_lab.figures.speed.measurement import SpeedMeasurement
+from infinigen_kv_lab.figures.speed.figure import Cases, SpeedFigure, one_system
 from infinigen_kv_lab.figures.speed.setting import SpeedSetting
 from infinigen_kv_lab.points import Result
 
@@ -21,7 +20,7 @@ class ResidentSets(SpeedFigure):
         "as a share of the context. The paper has none, so it stands at 0 % here."
     )
 
-    def cases(self, setting: SpeedSetting) -> list[tuple[Row, SpeedMeasurement]]:
+    def cases(self, setting: SpeedSetting) -> Cases:
         scale = setting.scale
         own = {
             "policies": ("infinigen",),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -11,26 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infinigen_kv.calibration import Calibration
 from infinigen_kv.calibration.artefact import calibration_digest
 from infinigen_kv.calibration.fingerprint import digest, model_fingerprint
 from infinigen_kv.errors import InfiniGenError, InputError
 from infinigen_kv.files import to_json, write_whole
 from infinigen_kv.kernels.base import find_kernels
-from infinigen_kv.memory import PlanRequest, calibration_fields, check_memory, geometry_of
 from infinigen_kv.models.adapters import adapter_for
-from infinigen_kv.session.attach import Session, attach, default_storage
-from infinigen_kv.session.paper_link import paper_link_rate
-from infinigen_kv.storage.config import StorageConfig
+from infinigen_kv.session.attach import Session, attach
 from infinigen_kv.storage.link import LinkSpec
-from infinigen_kv_lab.bench.fidelity import measure_fidelity
-from infinigen_kv_lab.bench.peers import Peers
-from infinigen_kv_lab.bench.run import EXTRA_STEPS, WARM_UP, bench
+from infinigen_kv_lab.bench.run import WARM_UP
 from infinigen_kv_lab.figures.figure import Figure
 from infinigen_kv_lab.figures.machine import processor
 from infinigen_kv_lab.figures.rig import Basis, Description, MeasurementRig
-from infinigen_kv_lab.figures.speed.block_times import split_blocks
-from infinigen_kv_lab.figures.speed.figure import SpeedFigure
+from infinigen_kv_lab.figures.speed.figure import Results, SpeedFigure
+from infinigen_kv_lab.figures.speed.kinds import KINDS
 from infinigen_kv_lab.figures.speed.measurement import SpeedMeasurement
 from infinigen_kv_lab.figures.speed.peer_results import prompt_digest
 from infinigen_kv_lab.figures.speed.setting import SpeedSetting
@@ -177,7 +170,7 @@ class SpeedRig(MeasurementRig[SpeedSetting, SpeedMeasurement, Result]):
         self,
         setting: SpeedSetting,
         figure: Figure[SpeedSetting, SpeedMeasurement, Result],
-        results: Mapping[SpeedMeasurement, Result],
+        results: Results,
     ) -> Basis:
         """Model, machine and links of a figure, and the peers that it lacks."""
         about = self.about(setting.headline())
@@ -225,14 +218,9 @@ class SpeedRig(MeasurementRig[SpeedSetting, SpeedMeasurement, Result]):
 
     def perform(self, measurement: SpeedMeasurement) -> Result:
         """Measure, whatever is kept."""
-        perform: dict[str, Callable[[Subject, SpeedMeasurement], Result]] = {
-            "bench": self._bench,
-            "fidelity": self._fidelity,
-            "blocks": self._blocks,
-            "rate": self._rate,
-        }
         subject = self._subject(measurement.model, measurement.layers)
-        return perform[measurement.kind](subject, measurement)
+        prompt = self.prompt(subject, measurement.batch, measurement.text_tokens)
+        return KINDS[measurement.kind](subject, measurement, prompt)
 
     def _subject(self, name: str, layers: int | None) -> Subject:
         """One model beside the main one is kept, the last that was asked for."""
@@ -244,74 +232,6 @@ class SpeedRig(MeasurementRig[SpeedSetting, SpeedMeasurement, Result]):
             self._other = (name, layers), found if layers is None else found.cut(layers)
         return self._other[1]
 
-    def _bench(self, subject: Subject, measurement: SpeedMeasurement) -> Result:
-        prompt = self.prompt(subject, measurement.batch, measurement.prompt_tokens)
-        tokens = measurement.prompt_tokens + measurement.decode_tokens + EXTRA_STEPS
-        with self._attached(subject, measurement) as session:
-            session.check_length(tokens)
-            _check_memory(session, subject.calibration, measurement, tokens)
-        peers = Peers(subject.model, measurement.peers, tokens=tokens)
-        peers.read(prompt)
-        with self._attached(subject, measurement) as session:
-            result = bench(
-                session,
-                prompt,
-                decode_tokens=measurement.decode_tokens,
-                policies=measurement.policies,
-                budget=measurement.budget,
-                also=peers.step,
-            )
-        return {
-            **result.to_dict(),
-            "parameters": sum(each.numel() for each in subject.model.parameters()),
-            "peers": [each.to_dict() for each in peers.results()],
-            "peers_skipped": peers.skipped,
-        }
-
-    def _fidelity(self, subject: Subject, measurement: SpeedMeasurement) -> Result:
-        tokens = self.prompt(subject, 1, measurement.prompt_tokens + measurement.decode_tokens)[0]
-        measured = measure_fidelity(
-            subject.model,
-            subject.calibration,
-            measurement.config(subject.calibration),
-            tokens,
-            prompt_tokens=measurement.prompt_tokens,
-        )
-        return measured.to_dict()
-
-    def _blocks(self, subject: Subject, measurement: SpeedMeasurement) -> Result:
-        prompt = self.prompt(subject, measurement.batch, measurement.prompt_tokens)
-        with self._attached(subject, measurement) as session:
-            blocks = split_blocks(
-                session,
-                prompt,
-                decode_tokens=measurement.decode_tokens,
-                policies=measurement.policies,
-                budget=measurement.budget,
-            )
-        return {
-            "blocks": {name: each.to_dict() for name, each in blocks.items()},
-            "link": measurement.link,
-        }
-
-    def _rate(self, subject: Subject, measurement: SpeedMeasurement) -> Result:
-        with self._attached(subject, measurement) as session:
-            rate = paper_link_rate(
-                session, context=measurement.prompt_tokens, rows=measurement.batch
-            )
-        return {"rate": rate}
-
-    @staticmethod
-    def _attached(
-        subject: Subject, measurement: SpeedMeasurement
-    ) -> AbstractContextManager[Session]:
-        made, config = subject.calibration, measurement.config(subject.calibration)
-        wanted = StorageConfig(
-            home=measurement.home, link=measurement.link, resident=measurement.resident
-        )
-        storage = default_storage(made, config, subject.model.device, wanted)
-        return attach(subject.model, made, config, storage)
-
 
 def _unable(session: Session, policy: str) -> str | None:
     """Why the model cannot run a policy; None if it can."""
@@ -320,25 +240,6 @@ def _unable(session: Session, policy: str) -> str | None:
     except InfiniGenError as error:
         return str(error)
     return None
-
-
-def _check_memory(
-    session: Session, calibration: Calibration, measurement: SpeedMeasurement, tokens: int
-) -> None:
-    """Refuse what does not fit, before anything is allocated."""
-    check_memory(
-        PlanRequest(
-            geometry=geometry_of(session.adapter),
-            context=tokens,
-            new_tokens=measurement.decode_tokens + EXTRA_STEPS,
-            rows=measurement.batch,
-            config=session.config,
-            storage=session.storage,
-            device=session.model.device,
-            policies=("ideal", *measurement.policies),
-            **calibration_fields(calibration),
-        )
-    )
 
 
 def _links(links: Sequence[str], setting: SpeedSetting) -> str:

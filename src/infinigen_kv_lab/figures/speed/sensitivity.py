@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any
 
 from infinigen_kv.config import InfiniGenConfig
 from infinigen_kv_lab.figures.drawing import BLUE, GREEN, RED, Canvas, log_axes, upright
 from infinigen_kv_lab.figures.rows import Row, rows_with
-from infinigen_kv_lab.figures.speed.figure import SpeedFigure, one_system
+from infinigen_kv_lab.figures.speed.figure import Cases, Results, SpeedFigure, one_system
 from infinigen_kv_lab.figures.speed.measurement import SpeedMeasurement
 from infinigen_kv_lab.figures.speed.setting import SpeedSetting
-from infinigen_kv_lab.points import Result
 
-PAPER_CHOICE: Mapping[str, float] = MappingProxyType({"alpha": 4.0, "partial_ratio": 0.3})
+PAPER_CHOICE = {"alpha": 4.0, "partial_ratio": 0.3}
 """Of the paper, for OPT."""
 LABELS = {"alpha": "alpha (nats)", "partial_ratio": "partial ratio (share of D)"}
 
@@ -29,7 +27,7 @@ class Sensitivity(SpeedFigure):
         "paper's choice for OPT."
     )
 
-    def cases(self, setting: SpeedSetting) -> list[tuple[Row, SpeedMeasurement]]:
+    def cases(self, setting: SpeedSetting) -> Cases:
         pairs = self._pairs(setting)
         return [({}, measurement) for _, *pair in pairs for measurement in pair]
 
@@ -46,7 +44,7 @@ class Sensitivity(SpeedFigure):
                 pairs.append((columns, setting.sweep(**own), setting.sweep(**own, **text)))
         return pairs
 
-    def rows(self, setting: SpeedSetting, results: Mapping[SpeedMeasurement, Result]) -> list[Row]:
+    def rows(self, setting: SpeedSetting, results: Results) -> list[Row]:
         rows = []
         for columns, speed, accuracy in self._pairs(setting):
             if speed not in results or accuracy not in results:

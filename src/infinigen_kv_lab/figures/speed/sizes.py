@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from infinigen_kv_lab.figures.drawing import Canvas, brief, name_axes
 from infinigen_kv_lab.figures.rows import Row, names, rows_with
-from infinigen_kv_lab.figures.speed.figure import SpeedFigure, systems
+from infinigen_kv_lab.figures.speed.figure import Cases, SpeedFigure, systems
 from infinigen_kv_lab.figures.speed.measurement import SpeedMeasurement
 from infinigen_kv_lab.figures.speed.setting import SpeedSetting
 from infinigen_kv_lab.points import Result
@@ -23,7 +23,7 @@ class Sizes(SpeedFigure):
         "costs is real, what such a model writes is not. All sizes use the same link."
     )
 
-    def cases(self, setting: SpeedSetting) -> list[tuple[Row, SpeedMeasurement]]:
+    def cases(self, setting: SpeedSetting) -> Cases:
         if setting.models:
             named = {"": setting.model, **{name: name for name in setting.models}}
             return [

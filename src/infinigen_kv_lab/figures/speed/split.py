@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 
 import numpy as np
 
 from infinigen_kv_lab.bench.run import IDEAL
 from infinigen_kv_lab.figures.drawing import BLUE, ORANGE, RED, SKY, Canvas, marks, name_axes
 from infinigen_kv_lab.figures.rows import Row
-from infinigen_kv_lab.figures.speed.figure import SpeedFigure
+from infinigen_kv_lab.figures.speed.figure import Cases, SpeedFigure
 from infinigen_kv_lab.figures.speed.latency import PAPER_BLOCK
-from infinigen_kv_lab.figures.speed.measurement import SpeedMeasurement
 from infinigen_kv_lab.figures.speed.setting import SpeedSetting
 from infinigen_kv_lab.points import Result
 
 POLICIES = (IDEAL, "stream", "stream-int4", "h2o", "infinigen-paper", "infinigen")
-PARTS: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {
-        "transfer": ("waiting for the link", RED),
-        "attention": ("attention", BLUE),
-        "feed_forward": ("feed-forward and norms", SKY),
-        "prediction": ("prediction and starting to move", ORANGE),
-    }
-)
+PARTS = {
+    "transfer": ("waiting for the link", RED),
+    "attention": ("attention", BLUE),
+    "feed_forward": ("feed-forward and norms", SKY),
+    "prediction": ("prediction and starting to move", ORANGE),
+}
 """Of a block's time, with label and colour."""
 NEAR = 3.0  # times ideal: what the right panel shows
 
@@ -39,7 +35,7 @@ class Split(SpeedFigure):
         "ideal (its Figure 18, on a GPU) times the ideal measured here."
     )
 
-    def cases(self, setting: SpeedSetting) -> list[tuple[Row, SpeedMeasurement]]:
+    def cases(self, setting: SpeedSetting) -> Cases:
         policies = tuple(name for name in POLICIES if name in setting.policies)
         scale = setting.scale
         sizes = {"prompt_tokens": scale.prompt_tokens, "decode_tokens": scale.sweep_tokens}
