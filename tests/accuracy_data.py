@@ -8,7 +8,7 @@ from pathlib import Path
 from command_line import TEXT
 from fewshot_records import RECORDS
 from fewshot_records import folder as few_shot
-from infinigen_kv_lab.figures.accuracy.scale import AccuracyScale, Span
+from infinigen_kv_lab.figures.accuracy.setting import AccuracyScale, Span
 
 SCALE = AccuracyScale(
     text=Span(window=400, prompt_tokens=300, windows=2),

@@ -11,9 +11,9 @@ from infinigen_kv.config import InfiniGenConfig
 from infinigen_kv.policies.registry import POLICIES
 from infinigen_kv.storage.link import LinkSpec
 from infinigen_kv_lab.bench.peers import PEERS
-from infinigen_kv_lab.figures.definition import Figure, Found, Setting
-from infinigen_kv_lab.figures.point import Point
-from infinigen_kv_lab.figures.scale import FULL, Scale
+from infinigen_kv_lab.figures.speed.figure import SpeedFigure
+from infinigen_kv_lab.figures.speed.measurement import SpeedMeasurement
+from infinigen_kv_lab.figures.speed.setting import FULL_SCALE, SpeedScale, SpeedSetting
 
 UNTUNED = Calibration({}, {}, {})
 LINK, UNPACED = "emulated:0.146", "emulated:1000000"
@@ -37,7 +37,7 @@ SYSTEMS: Mapping[str, tuple[float, float, float]] = {
 }
 
 
-def setting(scale: Scale = FULL, **changes: Any) -> Setting:
+def setting(scale: SpeedScale = FULL_SCALE, **changes: Any) -> SpeedSetting:
     values = {
         "scale": scale,
         "link": LINK,
@@ -48,10 +48,10 @@ def setting(scale: Scale = FULL, **changes: Any) -> Setting:
         "model": "smollm2",
         "prompt_digest": "made up",
     }
-    return Setting(**{**values, **changes})
+    return SpeedSetting(**{**values, **changes})
 
 
-def result(point: Point) -> dict[str, Any]:
+def result(point: SpeedMeasurement) -> dict[str, Any]:
     if point.kind == "rate":
         return {"rate": 0.146e9}
     if point.kind == "fidelity":
@@ -76,11 +76,11 @@ def result(point: Point) -> dict[str, Any]:
     }
 
 
-def found(figure: Figure, made: Setting) -> Found:
-    return {point: result(point) for point in figure.points(made)}
+def found(figure: SpeedFigure, made: SpeedSetting) -> dict[SpeedMeasurement, dict[str, Any]]:
+    return {each: result(each) for each in figure.measurements(made)}
 
 
-def _policy(point: Point, name: str) -> dict[str, Any]:
+def _policy(point: SpeedMeasurement, name: str) -> dict[str, Any]:
     share, own, kl = SYSTEMS[name]
     hits = math.nan
     if name in ("infinigen", "oracle"):
@@ -115,7 +115,7 @@ def _policy(point: Point, name: str) -> dict[str, Any]:
     }
 
 
-def _peer(point: Point, name: str) -> dict[str, Any]:
+def _peer(point: SpeedMeasurement, name: str) -> dict[str, Any]:
     step = 30 + point.prompt_tokens * (0.013 if name == "DynamicCache" else 0.002)
     return {
         "name": name,
@@ -127,7 +127,7 @@ def _peer(point: Point, name: str) -> dict[str, Any]:
     }
 
 
-def _fidelity(point: Point) -> dict[str, Any]:
+def _fidelity(point: SpeedMeasurement) -> dict[str, Any]:
     alpha = 4.25 if point.alpha is None else point.alpha
     ratio = 0.375 if point.partial_ratio is None else point.partial_ratio
     assert point.config(UNTUNED) == InfiniGenConfig(alpha=alpha, partial_ratio=ratio)

@@ -1,102 +1,53 @@
-"""Measured points on disk."""
+"""Files that are whole or not there, folders, and strict JSON."""
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from infinigen_kv import InputError
-from infinigen_kv import files as store_module
-from infinigen_kv.files import PointStore
-from infinigen_kv_lab.figures.point import Point
-
-POINT = Point(policies=("stream", "h2o"), prompt_tokens=100, decode_tokens=4, alpha=4.25)
-ABOUT = {"model": "a", "threads": 2}
+from infinigen_kv.files import to_json, writable_folder, write_whole
 
 
-@pytest.fixture
-def said() -> list[str]:
-    return []
-
-
-@pytest.fixture
-def store(tmp_path: Path, said: list[str]) -> PointStore:
-    return PointStore(tmp_path / "points", said.append)
-
-
-def test_a_result_comes_back(store: PointStore, said: list[str]) -> None:
-    assert store.get(POINT, ABOUT) is None
-    store.put(POINT, ABOUT, {"ms": 1.5, "names": ("a", "b"), "hits": math.nan, "by": {0: 1}})
-    assert store.get(POINT, ABOUT) == {
-        "ms": 1.5,
-        "names": ["a", "b"],
-        "hits": None,
-        "by": {"0": 1},
-    }
-    assert said == [], "a point that was never measured is nothing to talk about"
-
-
-def test_points_with_other_settings_are_apart(store: PointStore) -> None:
-    store.put(POINT, ABOUT, {"ms": 1})
-    assert store.get(replace(POINT, batch=2), ABOUT) is None
-    assert store.get(POINT, {**ABOUT, "model": "b"}) is None
-
-
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        (b"", "damaged"),
-        (b'{"result": {"ms"', "damaged"),
-        (b"\xff\xfe", "damaged"),
-        (b"[1]", "no result"),
-        (b'{"result": 3}', "no result"),
-        (b'{"result": {"ms": 2}}', "not what its name stands for"),
-    ],
-)
-def test_a_damaged_file_is_measured_again_and_said_so(
-    store: PointStore, said: list[str], content: bytes, reason: str
-) -> None:
-    store.put(POINT, ABOUT, {"ms": 1})
-    path = store.path(POINT, ABOUT)
-    path.write_bytes(content)
-    assert store.get(POINT, ABOUT) is None
-    assert len(said) == 1 and reason in said[0] and "measured again" in said[0]
-    assert str(path) in said[0]
-    store.put(POINT, ABOUT, {"ms": 3})
-    assert store.get(POINT, ABOUT) == {"ms": 3}
-
-
-def test_results_of_another_format_are_measured_again(store: PointStore, said: list[str]) -> None:
-    store.put(POINT, ABOUT, {"ms": 1})
-    path = store.path(POINT, ABOUT)
-    held = json.loads(path.read_bytes())
-    path.write_text(json.dumps({**held, "format": held["format"] + 1}))
-    assert store.get(POINT, ABOUT) is None and len(said) == 1
+@pytest.mark.parametrize("data", ["text: ä", b"\x00\xff"])
+def test_a_file_is_replaced_whole(tmp_path: Path, data: str | bytes) -> None:
+    path = tmp_path / "file"
+    path.write_text("before")
+    write_whole(path, data)
+    assert path.read_bytes() == (data.encode() if isinstance(data, str) else data)
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_write_that_fails_leaves_the_old_file(
-    store: PointStore, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store.put(POINT, ABOUT, {"ms": 1})
+    path = tmp_path / "file"
+    path.write_text("before")
 
     def failing(path: Path, target: Path) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(store_module.Path, "replace", failing)
+        patched.setattr(Path, "replace", failing)
         with pytest.raises(KeyboardInterrupt):
-            store.put(POINT, ABOUT, {"ms": 2})
-    assert store.get(POINT, ABOUT) == {"ms": 1}
-    folder = store.path(POINT, ABOUT).parent
-    assert [each.name for each in folder.iterdir()] == [POINT.file_name(ABOUT)]
+            write_whole(path, "after")
+    assert path.read_text() == "before" and list(tmp_path.iterdir()) == [path]
 
 
-def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
+def test_a_folder_is_made_or_refused(tmp_path: Path) -> None:
+    writable_folder(tmp_path / "new" / "folder")
+    assert list((tmp_path / "new" / "folder").iterdir()) == []
     occupied = tmp_path / "file"
     occupied.write_text("")
-    with pytest.raises(InputError, match="cannot be written to"):
-        PointStore(occupied / "points", print)
+    with pytest.raises(InputError, match=rf"^{occupied}/a: cannot be written to .*choose another"):
+        writable_folder(occupied / "a")
+    with pytest.raises(InputError, match=rf"^--out {occupied}: cannot be written to"):
+        writable_folder(occupied, option="--out")
+
+
+def test_json_is_strict() -> None:
+    text = to_json({"a": math.nan, 1: (math.inf, Path("x"))})
+    assert json.loads(text) == {"a": None, "1": [None, "x"]}

@@ -92,7 +92,7 @@ def test_tokens_that_the_model_does_not_know(run: Run, model_folder: Path, tmp_p
         (("--link", "emulated:1,1e30"), "--link 'emulated:1,1e30' is not valid"),
         (("--link", "emulated:1e-300"), "--link 'emulated:1e-300' is not valid"),
         (("--home-dir", "/"), "--home-dir '/' is not valid with home='ram'"),
-        (("--evict", "lru"), "--evict 'lru' is not valid without a capacity"),
+        (("--evict", "lru"), "--evict 'lru' is not valid without --capacity"),
     ],
 )
 def test_options_that_cannot_be(

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from command_line import Run, last_json, refusal
+from infinigen_kv import InputError
 from infinigen_kv_lab.bench.run import WARM_UP
-from infinigen_kv_lab.figures import laboratory as laboratory_module
-from infinigen_kv_lab.figures.guests import FORMAT, prompt_digest
+from infinigen_kv_lab.figures.speed import kinds
+from infinigen_kv_lab.figures.speed.peer_results import FORMAT, prompt_digest
 
 LINK = ("--link", "emulated:1000")
 SMALL = ("--quick", "--prompt-tokens", 300, "--decode-tokens", 2)
@@ -67,7 +68,7 @@ def test_a_point_is_measured_once_unless_it_is_damaged(
 def test_the_papers_link_is_measured_once(
     speed: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(laboratory_module, "paper_link_rate", lambda *_, **__: 1.25e12)
+    monkeypatch.setattr(kinds, "paper_link_rate", lambda *_, **__: 1.25e12)
     words = ("--link", "auto", "--figures", "resident")
     first = speed(*words)
     assert first.exit_code == 0 and "for the paper's link" in first.stderr
@@ -95,14 +96,14 @@ def test_results_of_other_programs_and_figures_of_earlier_runs(speed: Run, tmp_p
 def test_ctrl_c_keeps_and_draws_what_is_done(
     speed: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench, calls = laboratory_module.bench, iter(range(10))
+    bench, calls = kinds.bench, iter(range(10))
 
     def interrupted(*given: Any, **options: Any) -> Any:
         if next(calls) == 2:
             raise KeyboardInterrupt
         return bench(*given, **options)
 
-    monkeypatch.setattr(laboratory_module, "bench", interrupted)
+    monkeypatch.setattr(kinds, "bench", interrupted)
     result = speed("--figures", "resident,memory")
     assert result.exit_code == 130
     assert "finished points are kept" in result.stderr and "interrupted" in result.stderr
@@ -123,9 +124,9 @@ def test_a_figure_that_cannot_run_leaves_the_others(
     assert "cannot be measured" in result.stderr
 
     def refused(*given: Any, **options: Any) -> Any:
-        raise laboratory_module.InputError("not on this model")
+        raise InputError("not on this model")
 
-    monkeypatch.setattr(laboratory_module, "split_blocks", refused)
+    monkeypatch.setattr(kinds, "split_blocks", refused)
     found = last_json(speed("--figures", "18,resident", "--json"))
     assert list(found["figures"]) == ["resident"]
     assert "not on this model" in found["missing"]["18"]

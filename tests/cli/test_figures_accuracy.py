@@ -39,7 +39,7 @@ def test_figures_and_page(accuracy: Run, tmp_path: Path, model_folder: Path) -> 
     assert "Measured on: similarity: 1 of " in page and model_folder.name in page
 
     again = accuracy("--figures", "table-1,7", "--windows", 1)
-    assert again.exit_code == 0 and "2 of 2 evaluations were made before" in again.stderr
+    assert again.exit_code == 0 and "2 of 2 points were measured before" in again.stderr
     assert again.stdout.splitlines() == [files["table-1"][0], files["7"][0], found["page"]]
 
     more = accuracy("--figures", "table-1", "--windows", 2)

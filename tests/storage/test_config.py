@@ -91,7 +91,6 @@ def test_a_list_of_layers_stays_the_callers() -> None:
         ({"home_dir": Path("/anywhere")}, "home_dir='/anywhere' is not valid with home='ram'"),
         ({"queue_depth": 2}, "queue_depth=2 is not valid with home='ram'"),
         ({"home": "disk", "pinned_bytes": 5}, "pinned_bytes=5 is not valid with home='disk'"),
-        ({"evict": "fifo"}, "evict='fifo' is not valid without a capacity"),
     ],
 )
 def test_an_option_that_nothing_uses_is_refused(settings: dict[str, Any], message: str) -> None:

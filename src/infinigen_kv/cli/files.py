@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 from pathlib import Path
 
 from infinigen_kv.errors import InputError
+from infinigen_kv.files import writable_folder, write_whole
 
 STDIN = "-"
 
@@ -47,19 +47,9 @@ def check_text(text: str, *, option: str) -> str:
 
 def ensure_folder(path: Path, *, option: str) -> None:
     """Create an output folder and check that files can be written there."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            pass
-    except OSError as error:
-        raise InputError(
-            f"{option} {path}: cannot be written to ({error.strerror}): choose another folder"
-        ) from error
+    writable_folder(path, option=option)
 
 
 def write_text(path: Path, text: str) -> None:
     """Write a file whole or not at all."""
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as scratch:
-        staged = Path(scratch) / path.name
-        staged.write_text(text, encoding="utf-8")
-        staged.replace(path)
+    write_whole(path, text)

@@ -93,6 +93,11 @@ class StorageOptions:
         from infinigen_kv.storage.config import StorageConfig
 
         values: dict[str, Any] = asdict(self)
+        if self.evict != StorageOptions().evict and self.capacity is None:
+            raise InputError(
+                f"--evict {self.evict!r} is not valid without --capacity, since nothing is evicted: "
+                "give a capacity, or leave it out"
+            )
         for name in ("capacity", "resident"):
             if values[name] is not None:
                 values[name] = parse_size(f"--{name}", values[name], units=name == "resident")

@@ -128,11 +128,6 @@ class StorageConfig:
                     f"{field.name}={_plain(value)!r} is not valid with home={self.home!r}, which "
                     f"has no use for it: leave it out, or choose home={takers}"
                 )
-        if self.evict != "counter" and self.capacity is None:
-            raise InputError(
-                f"evict={self.evict!r} is not valid without a capacity, since nothing is evicted: "
-                "give a capacity, or leave it out"
-            )
 
     @property
     def kind(self) -> HomeKind:

@@ -23,9 +23,7 @@ from infinigen_kv_lab.cli.figure_sets import (
 )
 
 if TYPE_CHECKING:
-    from infinigen_kv_lab.figures.accuracy.scale import AccuracyScale
-
-POINTS = "points"
+    from infinigen_kv_lab.figures.accuracy.setting import AccuracyScale
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,10 +102,10 @@ def accuracy(
     Every finished sample is kept in the folder and not measured again, so an interrupted run goes
     on. A figure whose data is not there is left out, and said.
     """
-    from infinigen_kv_lab.figures.accuracy.catalogue import choose_accuracy_figures
     from infinigen_kv_lab.figures.accuracy.data import check_data_folder
+    from infinigen_kv_lab.figures.catalogue import choose_figures
 
-    chosen = choose_accuracy_figures(options.figures)
+    chosen = choose_figures("accuracy", options.figures)
     check_data_folder(options.data)
     if options.text is not None:
         read_text(options.text, option="--text")
@@ -117,30 +115,29 @@ def accuracy(
     given = read_calibration(options.calibration)
     loaded = load(target)
 
-    from infinigen_kv_lab.figures.accuracy.definition import AccuracySetting
-    from infinigen_kv_lab.figures.accuracy.laboratory import AccuracyLaboratory
-    from infinigen_kv_lab.figures.accuracy.run import make_accuracy_figures
-    from infinigen_kv_lab.figures.sheets import Order
+    from infinigen_kv_lab.figures.accuracy.rig import AccuracyRig
+    from infinigen_kv_lab.figures.accuracy.setting import AccuracySetting
+    from infinigen_kv_lab.figures.run import FigureOrder, make_figures
+    from infinigen_kv_lab.points import FOLDER
 
-    made = calibrated(loaded, given)
-    laboratory = AccuracyLaboratory(
-        loaded.model, loaded.tokenizer, made, options.data, options.out / POINTS
-    )
+    calibration = calibrated(loaded, given)
+    points = options.out / FOLDER
+    rig = AccuracyRig(loaded.model, loaded.tokenizer, calibration, options.data, points)
     setting = AccuracySetting(
-        scale=scale.within(laboratory.positions), model=short_name(target.model), text=options.text
+        scale=scale.within(rig.positions), model=short_name(target.model), text=options.text
     )
-    order = Order(
+    order = FigureOrder(
         figures=chosen,
         folder=options.out,
         command=command_line("accuracy", options, target),
         again=options.again,
     )
-    outcome = make_accuracy_figures(order, setting, laboratory, say)
+    outcome = make_figures(order, setting, rig, say)
     report(outcome, [figure.name for figure in chosen], json=json)
 
 
 def _scale(options: AccuracyOptions) -> AccuracyScale:
-    from infinigen_kv_lab.figures.accuracy.scale import FULL, QUICK
+    from infinigen_kv_lab.figures.accuracy.setting import FULL_SCALE, QUICK_SCALE
 
-    scale = (QUICK if options.quick else FULL).with_windows(options.windows)
+    scale = (QUICK_SCALE if options.quick else FULL_SCALE).with_windows(options.windows)
     return scale if options.documents is None else replace(scale, documents=options.documents)

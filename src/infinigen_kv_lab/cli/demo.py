@@ -60,7 +60,8 @@ def demo(
 
     from infinigen_kv_lab.bench.comparison import compare
     from infinigen_kv_lab.bench.demonstration import QUESTION, demo_prompt
-    from infinigen_kv_lab.figures.plots import plot_layers, require_matplotlib
+    from infinigen_kv_lab.figures.drawing import require_matplotlib
+    from infinigen_kv_lab.figures.layer_picture import plot_layers
 
     require_matplotlib()
     calibration = calibrated(loaded, None)

@@ -142,9 +142,9 @@ def _check_html(html: Path | None) -> None:
     """What the page needs, before anything is measured."""
     if html is None:
         return
-    from infinigen_kv_lab.diagnosis.page import require_jinja2
+    from infinigen_kv_lab.diagnosis.page import require_packages
 
-    require_jinja2()
+    require_packages()
     if html.is_dir():
         raise InputError(f"--html {html}: a folder: name a file in it")
     ensure_folder(html.absolute().parent, option="--html")

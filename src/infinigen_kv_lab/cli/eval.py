@@ -27,7 +27,7 @@ from infinigen_kv_lab.cli.sweep import homes
 if TYPE_CHECKING:
     from infinigen_kv.storage.config import StorageConfig
     from infinigen_kv_lab.evals.run import Point, Subject
-    from infinigen_kv_lab.evals.store import PointStore
+    from infinigen_kv_lab.evals.store import SampleStore
     from infinigen_kv_lab.evals.task import Task
 
 
@@ -49,9 +49,9 @@ def evaluate(
     share = parse_budget(wanted.budget)
     options = contents.options()
     from infinigen_kv_lab.evals.run import Subject
-    from infinigen_kv_lab.evals.store import PointStore
+    from infinigen_kv_lab.evals.store import SampleStore
 
-    store = PointStore(wanted.out)
+    store = SampleStore(wanted.out)
     given = read_calibration(selection.calibration)
     loaded = load(target)
     check_fit(loaded, given, config, 1)
@@ -100,7 +100,7 @@ def _evaluate(
     policies: list[str],
     *,
     limit: int | None,
-    store: PointStore,
+    store: SampleStore,
 ) -> list[Point]:
     """One task in all homes, and its table at once: the next may take long."""
     from infinigen_kv_lab.evals.run import evaluate as run

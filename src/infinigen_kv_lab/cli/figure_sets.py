@@ -15,7 +15,7 @@ from infinigen_kv.cli.output import print_json, say
 from infinigen_kv.errors import InputError
 
 if TYPE_CHECKING:
-    from infinigen_kv_lab.figures.sheets import Outcome
+    from infinigen_kv_lab.figures.run import Outcome
 
 OutOption = Annotated[
     Path,
@@ -41,13 +41,11 @@ CalibrationOption = Annotated[
 
 def check_packages() -> None:
     """What draws and writes, before anything is measured."""
-    from importlib.util import find_spec
-
-    from infinigen_kv_lab.figures.plots import require_matplotlib
+    from infinigen_kv_lab.figures.drawing import require_matplotlib
+    from infinigen_kv_lab.figures.page import require_jinja2
 
     require_matplotlib()
-    if find_spec("jinja2") is None:
-        raise InputError("the page needs jinja2: pip install 'infinigen-kv[plot]'")
+    require_jinja2()
 
 
 def short_name(model: str) -> str:

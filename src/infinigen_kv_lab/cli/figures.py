@@ -26,11 +26,10 @@ from infinigen_kv_lab.cli.figure_sets import (
 )
 
 if TYPE_CHECKING:
-    from infinigen_kv_lab.figures.definition import Figure, Setting
-    from infinigen_kv_lab.figures.guests import Guest
-    from infinigen_kv_lab.figures.laboratory import Laboratory, Subject
-    from infinigen_kv_lab.figures.scale import Scale
-    from infinigen_kv_lab.figures.sheets import Order
+    from infinigen_kv_lab.figures.speed.peer_results import PeerResults
+    from infinigen_kv_lab.figures.speed.rig import SpeedRig
+    from infinigen_kv_lab.figures.speed.setting import SpeedScale, SpeedSetting
+    from infinigen_kv_lab.figures.speed.subject import Subject
 
 AUTO = "auto"
 UNPACED = "emulated:1000000"  # counts bytes and keeps nobody waiting
@@ -131,10 +130,10 @@ def speed(
     Finished points are kept in the folder and not measured again, so an interrupted run goes on.
     """
     from infinigen_kv_lab.figures.catalogue import choose_figures
-    from infinigen_kv_lab.figures.guests import read_guest
+    from infinigen_kv_lab.figures.speed.peer_results import read_peer_results
 
-    chosen = choose_figures(options.figures)
-    guests = tuple(read_guest(path) for path in options.peers or ())
+    chosen = choose_figures("speed", options.figures)
+    peer_results = tuple(read_peer_results(path) for path in options.peers or ())
     scale = _scale(options)
     text = documentation_text()
     if options.text is not None:
@@ -142,19 +141,20 @@ def speed(
     _check_link(options.link)
     check_packages()
     ensure_folder(options.out, option="--out")
-    laboratory = _laboratory(options, target, text)
+    rig = _rig(options, target, text)
 
-    from infinigen_kv_lab.figures.run import make_figures
-    from infinigen_kv_lab.figures.sheets import Order
+    from infinigen_kv_lab.figures.run import FigureOrder, make_figures
+    from infinigen_kv_lab.figures.speed.rig import write_prompt
 
-    order = Order(
+    setting = _setting(options, rig, scale, peer_results)
+    write_prompt(options.out, setting, rig)
+    order = FigureOrder(
         figures=chosen,
         folder=options.out,
         command=command_line("speed", options, target),
         again=options.again,
     )
-    setting = _setting(options, target, order, laboratory, scale, guests)
-    outcome = make_figures(order, setting, laboratory, say)
+    outcome = make_figures(order, setting, rig, say)
     report(outcome, [figure.name for figure in chosen], json=json)
 
 
@@ -164,10 +164,10 @@ figures.command(short_help="The paper's accuracy figures, and some beyond.")(
 )
 
 
-def _scale(options: SpeedOptions) -> Scale:
-    from infinigen_kv_lab.figures.scale import FULL, QUICK
+def _scale(options: SpeedOptions) -> SpeedScale:
+    from infinigen_kv_lab.figures.speed.setting import FULL_SCALE, QUICK_SCALE
 
-    scale = QUICK if options.quick else FULL
+    scale = QUICK_SCALE if options.quick else FULL_SCALE
     return scale.resized(options.prompt_tokens, options.decode_tokens)
 
 
@@ -182,63 +182,64 @@ def _check_link(link: str) -> None:
         raise InputError(f"--{str(error).replace('=', ' ', 1)}; or auto") from error
 
 
-def _laboratory(options: SpeedOptions, target: ModelOptions, text: str) -> Laboratory:
+def _rig(options: SpeedOptions, target: ModelOptions, text: str) -> SpeedRig:
     given = read_calibration(options.calibration)
     loaded = load(target)
     from infinigen_kv.calibration.run import calibrate
     from infinigen_kv.models.loading import load_model
-    from infinigen_kv_lab.figures.laboratory import Laboratory, Subject
+    from infinigen_kv_lab.figures.speed.rig import SpeedRig
+    from infinigen_kv_lab.figures.speed.subject import Subject
+    from infinigen_kv_lab.points import FOLDER, PointStore
 
-    made = calibrated(loaded, given)
-    main = Subject(loaded.model, loaded.tokenizer, made, short_name(target.model))
+    calibration = calibrated(loaded, given)
+    main = Subject(loaded.model, loaded.tokenizer, calibration, short_name(target.model))
 
     def another(name: str) -> Subject:
         # quietly: the bar of all points is on the terminal meanwhile
-        found = load_model(
+        other = load_model(
             name,
             dtype=parse_dtype(target.dtype),
             device=target.device,
             trust_remote_code=target.trust_remote_code,
         )
-        made = calibrate(found.model, found.tokenizer)
-        return Subject(found.model, found.tokenizer, made, short_name(name))
+        own = calibrate(other.model, other.tokenizer)
+        return Subject(other.model, other.tokenizer, own, short_name(name))
 
-    return Laboratory(main, another, text)
+    return SpeedRig(main, another, text, PointStore(options.out / FOLDER, say))
 
 
 def _setting(
     options: SpeedOptions,
-    target: ModelOptions,
-    order: Order[Figure],
-    laboratory: Laboratory,
-    scale: Scale,
-    guests: tuple[Guest, ...],
-) -> Setting:
+    rig: SpeedRig,
+    scale: SpeedScale,
+    peer_results: tuple[PeerResults, ...],
+) -> SpeedSetting:
     """Everything that the figures need to know; measures the paper's link if it is wanted."""
     from infinigen_kv.policies.registry import POLICIES
     from infinigen_kv_lab.bench.peers import PEERS
-    from infinigen_kv_lab.figures.definition import Setting
-    from infinigen_kv_lab.figures.guests import prompt_digest
-    from infinigen_kv_lab.figures.run import paper_link
+    from infinigen_kv_lab.figures.speed.peer_results import prompt_digest
+    from infinigen_kv_lab.figures.speed.setting import SpeedSetting
 
-    subject = laboratory.main
+    subject = rig.main
     scale = scale.within(subject.positions)
-    on_gpu = subject.model.device.type == "cuda"
+    on_gpu = rig.device.type == "cuda"
     link = options.link
     if link == AUTO:
         link = "none" if on_gpu else "emulated:paper"
     if link == "emulated:paper":
-        link = paper_link(order, scale, laboratory, say)
+        # the figures of a page share it, so that a new one goes with all of them only
+        again = options.again and options.figures is None
+        link = rig.paper_link(scale.prompt_tokens, say, again=again)
     models = [name.strip() for name in (options.models or "").split(",") if name.strip()]
-    return Setting(
+    return SpeedSetting(
         scale=scale,
         link=link,
         counting_link="none" if on_gpu else UNPACED,
-        policies=laboratory.runnable(tuple(POLICIES), say),
+        policies=rig.runnable(tuple(POLICIES), say),
         peers=PEERS,
         layers=subject.layers,
         model=subject.name,
         models=tuple(models),
-        guests=guests,
-        prompt_digest=prompt_digest(laboratory.prompt(subject, 1, scale.prompt_tokens)[0].tolist()),
+        peer_results=peer_results,
+        prompt_digest=prompt_digest(rig.prompt(subject, 1, scale.prompt_tokens)[0].tolist()),
     )

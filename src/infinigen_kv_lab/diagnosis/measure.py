@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from infinigen_kv.calibration.artefact import Calibration
 from infinigen_kv.config import InfiniGenConfig
 from infinigen_kv.errors import InfiniGenError, InputError
+from infinigen_kv.files import plain
 from infinigen_kv.models.adapters import adapter_for
 from infinigen_kv.models.adapters.base import Adapter
 from infinigen_kv.policies.layer_roles import speculated_layers
@@ -27,7 +28,6 @@ from infinigen_kv_lab.diagnosis.observing import LayerObserver
 from infinigen_kv_lab.diagnosis.verdict import Thresholds, Verdict, judge
 from infinigen_kv_lab.evals.perplexity import Perplexity, PerplexityTask
 from infinigen_kv_lab.evals.run import Subject, evaluate
-from infinigen_kv_lab.evals.task import plain
 from infinigen_kv_lab.kit.intervals import Estimate
 
 ENGINE, PAPER, ORACLE = "infinigen", "infinigen-paper", "oracle"

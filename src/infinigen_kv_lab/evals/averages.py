@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from infinigen_kv.files import plain
 from infinigen_kv_lab.evals.fewshot import Accuracy
 from infinigen_kv_lab.evals.run import Point
-from infinigen_kv_lab.evals.task import percent, plain
+from infinigen_kv_lab.evals.task import percent
 from infinigen_kv_lab.kit.intervals import Estimate, mean_of_means
 
 METRIC = "acc"

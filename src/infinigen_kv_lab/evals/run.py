@@ -15,14 +15,16 @@ from infinigen_kv.calibration.fingerprint import digest, model_digest
 from infinigen_kv.checks import check_integer
 from infinigen_kv.config import InfiniGenConfig
 from infinigen_kv.errors import InputError
+from infinigen_kv.files import plain
 from infinigen_kv.policies.registry import cache_plan, check_policy
 from infinigen_kv.policies.settings import BUDGET
 from infinigen_kv.progress import Progress, no_progress
 from infinigen_kv.session.attach import Session, attach
 from infinigen_kv.storage.config import StorageConfig
 from infinigen_kv_lab.evals.reading import FULL, Reader
-from infinigen_kv_lab.evals.store import PointKey, PointStore
-from infinigen_kv_lab.evals.task import Result, Sample, Task, plain
+from infinigen_kv_lab.evals.store import SampleStore, sample_key
+from infinigen_kv_lab.evals.task import Result, Sample, Task
+from infinigen_kv_lab.points import PointKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,7 @@ def evaluate(
     policies: Sequence[str],
     *,
     limit: int | None = None,
-    store: PointStore | None = None,
+    store: SampleStore | None = None,
     progress: Progress = no_progress,
 ) -> list[Point]:
     """Measure policies on one task, all of them on a sample before the next one.
@@ -109,7 +111,7 @@ def evaluate(
     names = _suitable(task, policies)
     if limit is not None:
         check_integer("limit", limit, 1)
-    store = store or PointStore(None)
+    store = store or SampleStore(None)
     config = task.config(subject.config)
     count = min(len(task), limit or len(task))
     keys = _keys(subject, config, task, names)
@@ -123,14 +125,14 @@ def evaluate(
         result = task.summarise(held[name], full)
         seconds = sum(each["seconds"] for each in held[name])
         points.append(
-            Point(task.name, name, keys[name].settings, count, len(task), seconds, result)
+            Point(task.name, name, keys[name].head["settings"], count, len(task), seconds, result)
         )
         store.keep(keys[name], held[name], result.to_dict())
     return points
 
 
 def samples_kept(
-    subject: Subject, task: Task, policies: Sequence[str], store: PointStore, *, limit: int | None
+    subject: Subject, task: Task, policies: Sequence[str], store: SampleStore, *, limit: int | None
 ) -> int:
     """How many samples, the first ones, `evaluate` would not measure, since all policies have them.
 
@@ -162,7 +164,7 @@ def _keys(
     """What each policy's point on the task is kept under."""
     about = {**subject.describe(config), "task": task.settings}
     return {
-        name: PointKey(
+        name: sample_key(
             task.name, name, {**about, "storage": asdict(_storage_of(name, subject, config))}
         )
         for name in policies
@@ -191,7 +193,7 @@ def _measure(
     keys: dict[str, PointKey],
     held: dict[str, list[Sample]],
     count: int,
-    store: PointStore,
+    store: SampleStore,
     progress: Progress,
 ) -> None:
     """Append to ``held`` the samples that it lacks."""

@@ -14,23 +14,13 @@ from transformers import PreTrainedTokenizerBase
 from infinigen_kv.checks import check_integer
 from infinigen_kv.config import InfiniGenConfig
 from infinigen_kv.errors import InputError
+from infinigen_kv.files import plain
 from infinigen_kv.session.attach import Session
 from infinigen_kv_lab.evals.reading import Reader
 from infinigen_kv_lab.kit.intervals import Estimate, share
 
 Sample = dict[str, Any]
 """What one window, prompt or document gave under one policy: values that JSON holds, no NaN."""
-
-
-def plain(value: Any) -> Any:
-    """``value`` as JSON holds it: tuples as lists, keys as text, NaN and infinities as None."""
-    if isinstance(value, dict):
-        return {str(key): plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(each) for each in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return str(value) if isinstance(value, Path) else value
 
 
 @dataclass(frozen=True)

@@ -5,19 +5,37 @@ A picture is 8 inches wide at 200 dots per inch, drawn for being shown 800 pixel
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import math
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from infinigen_kv_lab.figures.plots import require_matplotlib
+from infinigen_kv.errors import InputError
+from infinigen_kv_lab.figures.rows import Row, is_number, names, points
 
 WIDTH = 8.0  # inches
 DPI = 200
-FOOTER_LETTERS = 118
+FOOTER_LETTERS = 118  # in a line
 TITLE_LETTERS = 78
+LOG_STEPS: tuple[tuple[float, tuple[float, ...]], ...] = (
+    (0.25, (1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 4.5, 5, 6, 7, 8, 9)),
+    (0.8, (1, 1.5, 2, 3, 4, 5, 6, 8)),
+    (2.0, (1, 2, 5)),
+    (3.5, (1, 3)),
+    (math.inf, (1,)),
+)
+"""Ticks within a decade of an axis that is shorter than so many of them."""
+
+# Okabe and Ito's colours, distinct to every kind of colour vision.
+BLACK, GREY = "#000000", "#777777"
+BLUE, SKY, GREEN = "#0072B2", "#56B4E9", "#009E73"
+RED, ORANGE, PURPLE = "#D55E00", "#E69F00", "#CC79A7"
+PAPER = "#B22222"  # of the paper's own numbers
+PAPER_DASHES = (0, (5, 3))
+HEAT = "cividis"  # even and distinct to every kind of colour vision
 
 Style = Mapping[str, Any]
 
@@ -36,48 +54,36 @@ def _style(
     )
 
 
-# Okabe and Ito's colours, distinct to every kind of colour vision. Where two systems of a kind
-# share one, marker and dashes tell them apart, in grey too.
-STYLES: Mapping[str, Style] = MappingProxyType(
-    {
-        "infinigen": _style("#0072B2", "o", "-", 2.2),
-        "infinigen, no resident set": _style("#0072B2", "s", "--"),
-        "infinigen-paper": _style("#56B4E9", "o", "--"),
-        "oracle": _style("#009E73", "*", ":"),
-        "oracle, no resident set": _style("#009E73", "*", ":"),
-        "ideal": _style("#000000", "x", "--", 1.2),
-        "stream": _style("#000000", "s", "-"),
-        "stream-int8": _style("#777777", "s", "--"),
-        "stream-int4": _style("#777777", "D", ":"),
-        "h2o": _style("#D55E00", "^", "-"),
-        "scissorhands": _style("#E69F00", "v", "--"),
-        "streaming-llm": _style("#CC79A7", "D", "-."),
-        "quest": _style("#009E73", "P", "-"),
-        "paging": _style("#777777", "X", "-."),
-        "paging-h2o": _style("#D55E00", "X", "-."),
-        "DynamicCache": _style("#E69F00", "h", "-."),
-        "StaticCache": _style("#CC79A7", "p", "--"),
-        "QuantizedCache": _style("#56B4E9", "d", ":"),
-    }
-)
+# Where two systems of a kind share a colour, marker and dashes tell them apart, in grey too.
+STYLES = {
+    "infinigen": _style(BLUE, "o", "-", 2.2),
+    "infinigen, no resident set": _style(BLUE, "s", "--"),
+    "infinigen-paper": _style(SKY, "o", "--"),
+    "oracle": _style(GREEN, "*", ":"),
+    "oracle, no resident set": _style(GREEN, "*", ":"),
+    "ideal": _style(BLACK, "x", "--", 1.2),
+    "stream": _style(BLACK, "s", "-"),
+    "stream-int8": _style(GREY, "s", "--"),
+    "stream-int4": _style(GREY, "D", ":"),
+    "h2o": _style(RED, "^", "-"),
+    "scissorhands": _style(ORANGE, "v", "--"),
+    "streaming-llm": _style(PURPLE, "D", "-."),
+    "quest": _style(GREEN, "P", "-"),
+    "paging": _style(GREY, "X", "-."),
+    "paging-h2o": _style(RED, "X", "-."),
+    "DynamicCache": _style(ORANGE, "h", "-."),
+    "StaticCache": _style(PURPLE, "p", "--"),
+    "QuantizedCache": _style(SKY, "d", ":"),
+}
 _SPARE = (
-    _style("#D55E00", "<", ":", hollow=True),
-    _style("#CC79A7", ">", ":", hollow=True),
-    _style("#E69F00", "s", ":", hollow=True),
-    _style("#56B4E9", "^", ":", hollow=True),
-    _style("#000000", "o", ":", hollow=True),
-    _style("#009E73", "D", ":", hollow=True),
-    _style("#0072B2", "v", ":", hollow=True),
+    _style(RED, "<", ":", hollow=True),
+    _style(PURPLE, ">", ":", hollow=True),
+    _style(ORANGE, "s", ":", hollow=True),
+    _style(SKY, "^", ":", hollow=True),
+    _style(BLACK, "o", ":", hollow=True),
+    _style(GREEN, "D", ":", hollow=True),
+    _style(BLUE, "v", ":", hollow=True),
 )
-PARTS: Mapping[str, str] = MappingProxyType(
-    {
-        "transfer": "#D55E00",
-        "attention": "#0072B2",
-        "feed_forward": "#56B4E9",
-        "prediction": "#E69F00",
-    }
-)
-PAPER = "#B22222"
 
 
 class Canvas:
@@ -128,25 +134,72 @@ class Canvas:
         return self._spare[system]
 
     def line(
-        self, axes: Any, system: str, x: Sequence[float], y: Sequence[float], label: str | None = ""
+        self, axes: Any, look: str, x: Sequence[float], y: Sequence[float], **options: Any
     ) -> None:
-        """One system's line with markers; ``label`` None keeps it out of the legend."""
-        shown = "_nolegend_" if label is None else label or system
-        axes.plot(x, y, label=shown, markersize=6, **self.style(system))
+        """A line with markers that looks like a system's, by whose name it goes.
 
-    def legend(self, *axes: Any, columns: int = 4, order: Sequence[str] = ()) -> None:
+        ``options`` are those of ``Axes.plot``, which win.
+        """
+        axes.plot(x, y, **{"label": look, "markersize": 6, **self.style(look), **options})
+
+    def curve(
+        self, axes: Any, rows: Sequence[Row], x: str, y: str, *, look: str, **options: Any
+    ) -> None:
+        """A line through column ``y``, with intervals where there are ``y_low`` and ``y_high``.
+
+        ``look`` and ``options`` are as in `line`; rows without numbers are left out.
+        """
+        known = points(rows, x, y)
+        if not known:
+            return
+        places = [row[x] for row in known]
+        self.line(axes, look, places, [row[y] for row in known], **options)
+        ends = [
+            [math.nan if row[column] is None else row[column] for row in known]
+            for column in (f"{y}_low", f"{y}_high")
+            if column in known[0]
+        ]
+        if ends:
+            axes.vlines(places, *ends, color=self.style(look)["color"], linewidth=1.1, zorder=1.9)
+
+    def curves(
+        self,
+        axes: Any,
+        rows: Sequence[Row],
+        x: str,
+        y: str,
+        *,
+        looks: Mapping[str, tuple[str, str]] = MappingProxyType({}),
+        **options: Any,
+    ) -> None:
+        """A `curve` for each system.
+
+        ``looks`` are labels and looks by system, where they are not the system's own.
+        """
+        for name in names(rows):
+            label, look = looks.get(name, (name, name))
+            mine = [row for row in rows if row["system"] == name]
+            self.curve(axes, mine, x, y, look=look, **{"label": label, **options})
+
+    def across(self, axes: Any, row: Row, y: str, *, look: str, label: str) -> None:
+        """Column ``y`` as a line over the whole width, with its interval as a band."""
+        color = self.style(look)["color"]
+        axes.axhline(row[y], color=color, linestyle="--", linewidth=1.2, label=label)
+        ends = [row[f"{y}_low"], row[f"{y}_high"]]
+        if all(is_number(each) for each in ends):
+            axes.axhspan(*ends, color=color, alpha=0.08, linewidth=0)
+
+    def legend(self, *axes: Any, columns: int = 4) -> None:
         """One legend above all panels, each label once, with the title over it."""
-        found: dict[str, Any] = {}
+        handles: dict[str, Any] = {}
         for each in axes:
             for handle, label in zip(*each.get_legend_handles_labels(), strict=True):
-                found.setdefault(label, handle)
-        labels = [*(name for name in order if name in found)]
-        labels += [label for label in found if label not in labels]
+                handles.setdefault(label, handle)
         # the layout keeps a legend and a title of the whole figure in the same place: the title
         # has to be the legend's
         self.figure.legend(
-            [found[label] for label in labels],
-            labels,
+            handles.values(),
+            handles.keys(),
             loc="outside upper left",
             ncols=columns,
             frameon=False,
@@ -175,6 +228,18 @@ class Canvas:
         footer = textwrap.fill(self._footer, FOOTER_LETTERS)
         self.figure.supxlabel(footer, fontsize=8, color="#444444", x=0.01, ha="left")
 
+    def colour_bar(self, image: Any, axes: Any, label: str) -> None:
+        """The scale of a `heat_map`, beside ``axes``."""
+        bar = self.figure.colorbar(image, ax=axes, fraction=0.05, pad=0.02)
+        bar.ax.tick_params(labelsize=8)
+        bar.set_label(label, fontsize=9)
+
+
+def require_matplotlib() -> None:
+    """Raise `InputError` where matplotlib is missing, before work is done for a picture."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise InputError("the plot needs matplotlib: pip install 'infinigen-kv[plot]'")
+
 
 def name_axes(axes: Any, x: str, y: str, *, title: str = "") -> None:
     """Labels with their units."""
@@ -184,28 +249,27 @@ def name_axes(axes: Any, x: str, y: str, *, title: str = "") -> None:
         axes.set_title(title, fontsize=10, loc="left")
 
 
-def level(axes: Any, value: float, label: str, *, below: bool = False, right: bool = False) -> None:
+def level(axes: Any, value: float, label: str) -> None:
     """The paper's own number as a dashed horizontal line, with its label at the line."""
-    axes.axhline(value, color=PAPER, linestyle=(0, (5, 3)), linewidth=1.2)
+    axes.axhline(value, color=PAPER, linestyle=PAPER_DASHES, linewidth=1.2)
     axes.annotate(
         label,
-        xy=(0.99 if right else 0.01, value),
+        xy=(0.01, value),
         xycoords=("axes fraction", "data"),
-        xytext=(0, -3 if below else 3),
+        xytext=(0, 3),
         textcoords="offset points",
-        va="top" if below else "bottom",
-        ha="right" if right else "left",
+        va="bottom",
         fontsize=8.5,
         color=PAPER,
         bbox={"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 0.6},
     )
 
 
-def upright(axes: Any, value: float, label: str) -> None:
-    """The paper's own choice as a dashed vertical line, with its label above the panel."""
-    axes.axvline(value, color=PAPER, linestyle=(0, (5, 3)), linewidth=1.2)
+def upright(axes: Any, value: float, above: str = "", *, label: str = "_nolegend_") -> None:
+    """The paper's own choice as a dashed vertical line, with ``above`` over the panel."""
+    axes.axvline(value, color=PAPER, linestyle=PAPER_DASHES, linewidth=1.2, label=label)
     axes.annotate(
-        label,
+        above,
         xy=(value, 1.0),
         xycoords=("data", "axes fraction"),
         xytext=(0, 2),
@@ -221,59 +285,88 @@ def marks(axes: Any, places: Sequence[tuple[float, float]], label: str) -> None:
     """The paper's own numbers ``(x, y)`` beside bars or dots, as short dashed lines."""
     from matplotlib.patheffects import withStroke
 
-    for number, (x, y) in enumerate(places):
-        axes.plot(
-            [x, x],
-            [y - 0.4, y + 0.4],
-            color=PAPER,
-            linestyle=(0, (2, 1)),
-            linewidth=1.8,
-            path_effects=[withStroke(linewidth=3.4, foreground="white")],
-            label="_nolegend_" if number else label,
-        )
+    axes.vlines(
+        [x for x, _ in places],
+        [y - 0.4 for _, y in places],
+        [y + 0.4 for _, y in places],
+        color=PAPER,
+        linestyle=(0, (2, 1)),
+        linewidth=1.8,
+        path_effects=[withStroke(linewidth=3.4, foreground="white")],
+        label=label,
+    )
 
 
-def log_ticks(axis: Any, values: Iterable[float]) -> None:
-    """Plain numbers at the given places of a logarithmic axis."""
-    from matplotlib.ticker import NullLocator
-
-    places = sorted(set(values))
-    axis.set_ticks(places, [f"{value:g}" for value in places])
-    axis.set_minor_locator(NullLocator())
+def whole_numbers(*axes: Any) -> None:
+    """Ticks at whole numbers across, as of layers."""
+    for each in axes:
+        each.xaxis.get_major_locator().set_params(integer=True)
 
 
-def plain_log(axis: Any) -> None:
-    """A logarithmic axis whose numbers are written out: 0.1, 1, 10, with 2 and 5 where it is short.
+def log_axes(
+    axes: Any, which: str, *, places: Sequence[float] = (), margin: float | None = None
+) -> None:
+    """Logarithmic axes whose numbers are written out: 0.1, 1, 10, with others where it is short.
 
-    To be called once the limits are known.
+    To be called once everything is drawn.
+
+    Parameters
+    ----------
+    which
+        ``x``, ``y`` or ``xy``.
+    places
+        Ticks of the x axis, each once; else chosen.
+    margin
+        Left free at both ends of these axes, as a share of their length.
     """
-    from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
+    from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
 
-    low, high = axis.get_view_interval()
-    decades = math.log10(high / low)
-    steps: tuple[float, ...] = (1,)
-    if decades < 3.5:
-        steps = (1, 3)
-    if decades < 2:
-        steps = (1, 2, 5)
-    if decades < 0.8:
-        steps = (1, 1.5, 2, 3, 4, 5, 6, 8)
-    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    places = [
-        value
-        for power in range(first, last + 1)
-        for step in steps
-        if low <= (value := step * 10.0**power) <= high
-    ]
-    if len(places) < 3:  # a range within few steps
-        places = [value for value in MaxNLocator(4).tick_values(low, high) if value > 0]
-    axis.set_major_locator(FixedLocator(places))
-    axis.set_major_formatter(lambda value, _: f"{value:g}")
-    axis.set_minor_locator(NullLocator())
+    axes.set(**{f"{letter}scale": "log" for letter in which})
+    if margin is not None:
+        axes.margins(**dict.fromkeys(which, margin))
+    for letter in which:
+        axis = axes.xaxis if letter == "x" else axes.yaxis
+        low, high = axis.get_view_interval()
+        decades = math.log10(high / low)
+        steps = next(steps for longest, steps in LOG_STEPS if decades < longest)
+        at = FixedLocator(sorted(set(places))) if places and letter == "x" else None
+        axis.set_major_locator(at or LogLocator(subs=steps, numticks=99))
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_locator(NullLocator())
+
+
+def heat_map(
+    axes: Any,
+    values: Sequence[Sequence[float | None]],
+    x: Sequence[str],
+    y: Sequence[str],
+    *,
+    cells: Sequence[Sequence[str]] = (),
+) -> Any:
+    """Rows of values between 0 and 1 as a map, the first row on top; gaps stay white.
+
+    Returns its image.
+
+    Parameters
+    ----------
+    x, y
+        Labels of the columns and rows; an empty one is not written.
+    cells
+        What to write into each field.
+    """
+    numbers = [[math.nan if value is None else value for value in row] for row in values]
+    axes.grid(visible=False)
+    image = axes.imshow(numbers, cmap=HEAT, vmin=0, vmax=1, aspect="auto")
+    for axis, labels in ((axes.xaxis, x), (axes.yaxis, y)):
+        places = [place for place, label in enumerate(labels) if label]
+        axis.set_ticks(places, [labels[place] for place in places])
+    for row, texts in enumerate(cells):
+        for column, text in enumerate(texts):
+            color = "white" if numbers[row][column] < 0.5 else "black"
+            axes.text(column, row, text, ha="center", va="center", fontsize=8, color=color)
+    return image
 
 
 def brief(value: float) -> str:
     """Three digits: 0.0123, 1.23, 12.3, 123, 1230."""
-    if value >= 100:
-        return f"{value:.0f}"
-    return f"{value:.3g}"
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import importlib.util
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ TABLE = "table-"
 
 
 @dataclass(frozen=True, slots=True)
-class Sheet:
+class DrawnFigure:
     """One figure of a page.
 
     Parameters
@@ -56,13 +57,19 @@ def heading(name: str) -> str:
     return f"Table {name.removeprefix(TABLE)}" if name.startswith(TABLE) else f"Figure {name}"
 
 
+def require_jinja2() -> None:
+    """Raise `InputError` where jinja2 is missing, before work is done for a page."""
+    if importlib.util.find_spec("jinja2") is None:
+        raise InputError("the page needs jinja2: pip install 'infinigen-kv[plot]'")
+
+
 def render_page(
     *,
     title: str,
     command: str,
     warnings: Sequence[str],
     groups: Mapping[str, Mapping[str, str]],
-    sheets: Sequence[Sheet],
+    figures: Sequence[DrawnFigure],
     missing: Mapping[str, str],
 ) -> str:
     """The page as HTML; all text in it is escaped.
@@ -83,10 +90,9 @@ def render_page(
     InputError
         If jinja2 is missing.
     """
-    try:
-        from jinja2 import Environment, StrictUndefined
-    except ImportError as error:
-        raise InputError("the page needs jinja2: pip install 'infinigen-kv[plot]'") from error
+    require_jinja2()
+    from jinja2 import Environment, StrictUndefined
+
     environment = Environment(autoescape=True, undefined=StrictUndefined)
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
     return template.render(
@@ -94,22 +100,22 @@ def render_page(
         command=command,
         warnings=warnings,
         groups=groups,
-        sheets=[_shown(sheet) for sheet in sheets],
+        figures=[_shown(figure) for figure in figures],
         missing=missing,
     )
 
 
-def _shown(sheet: Sheet) -> dict[str, Any]:
-    columns = list(sheet.rows[0]) if sheet.rows else []
+def _shown(figure: DrawnFigure) -> dict[str, Any]:
+    columns = list(figure.rows[0]) if figure.rows else []
     return {
-        "heading": sheet.heading,
-        "anchor": sheet.anchor,
-        "title": sheet.title,
-        "about": sheet.about,
-        "remarks": sheet.remarks,
-        "picture": base64.b64encode(sheet.png).decode("ascii"),
+        "heading": figure.heading,
+        "anchor": figure.anchor,
+        "title": figure.title,
+        "about": figure.about,
+        "remarks": figure.remarks,
+        "picture": base64.b64encode(figure.png).decode("ascii"),
         "columns": columns,
-        "rows": [[_cell(row[column]) for column in columns] for row in sheet.rows],
+        "rows": [[_cell(row[column]) for column in columns] for row in figure.rows],
     }
 
 

@@ -1,78 +1,80 @@
-"""Works through a list, item by item, with an estimate of the time left."""
+"""Works through measurements, one by one, with an estimate of the time left."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
 from infinigen_kv.errors import InfiniGenError
 
+MeasurementT = TypeVar("MeasurementT", bound=Hashable)
+ResultT = TypeVar("ResultT")
 
-class Labelled(Protocol):
-    """What a list is made of; can be hashed."""
-
-    @property
-    def label(self) -> str:
-        """For a line of progress."""
+ShareDone = Callable[[float], None]
+"""Told the share of a measurement that is done, where it takes long."""
 
 
-ItemT = TypeVar("ItemT", bound=Labelled)
-ValueT = TypeVar("ValueT")
-
-Within = Callable[[float], None]
-"""Told the share of an item that is done, where it takes long."""
+def unheeded(share: float) -> None:
+    """Takes a share that nobody shows."""
 
 
 @dataclass(slots=True)
-class Measurements(Generic[ItemT, ValueT]):
+class Work(Generic[MeasurementT, ResultT]):
     """What came out: results, the reasons where there are none, and whether it was cut short."""
 
-    found: dict[ItemT, ValueT] = field(default_factory=dict)
-    failed: dict[ItemT, str] = field(default_factory=dict)
+    results: dict[MeasurementT, ResultT] = field(default_factory=dict)
+    failed: dict[MeasurementT, str] = field(default_factory=dict)
     interrupted: bool = False
 
 
 def work_through(
-    todo: Sequence[ItemT],
-    results: Measurements[ItemT, ValueT],
-    measure: Callable[[ItemT, Within], ValueT],
+    todo: Mapping[MeasurementT, str],
+    work: Work[MeasurementT, ResultT],
+    measure: Callable[[MeasurementT, ShareDone], ResultT],
     *,
-    cost: Callable[[ItemT], float],
+    cost: Callable[[MeasurementT], float],
     say: Callable[[str], None],
 ) -> None:
-    """Put into ``results`` what ``measure`` returns, or why it cannot; Ctrl-C ends it.
+    """Put into ``work`` what ``measure`` returns, or why it cannot; Ctrl-C ends it.
 
     Parameters
     ----------
+    todo
+        What is to be measured, with labels for lines of progress.
     cost
-        Expected time of an item in any unit.
+        Expected time of a measurement in any unit.
     say
-        Told about every item in a line, and why one could not be measured; not where a bar on a
+        Told about every one in a line, and why one could not be measured; not where a bar on a
         terminal shows the same.
     """
-    clock = _Clock([cost(item) for item in todo])
+    clock = _Clock([cost(measurement) for measurement in todo])
     try:
         with _progress(len(todo), say) as show:
-            for number, item in enumerate(todo):
+            for number, (measurement, label) in enumerate(todo.items()):
 
-                def within(share: float, number: int = number, label: str = item.label) -> None:
+                def done(share: float, number: int = number, label: str = label) -> None:
                     show(number, label, clock.left(number, share))
 
-                within(0.0)
+                done(0.0)
                 try:
-                    results.found[item] = measure(item, within)
+                    work.results[measurement] = measure(measurement, done)
                 except (InfiniGenError, torch.OutOfMemoryError, MemoryError) as error:
-                    results.failed[item] = " ".join(str(error).split()) or type(error).__name__
-                    say(f"{item.label}: cannot be measured: {results.failed[item]}")
+                    work.failed[measurement] = reason_of(error)
+                    say(f"{label}: cannot be measured: {work.failed[measurement]}")
                     clock.forget(number)
             show(len(todo), "", "")
     except KeyboardInterrupt:
-        results.interrupted = True
+        work.interrupted = True
+
+
+def reason_of(error: BaseException) -> str:
+    """An error in one line."""
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 class _Clock:
@@ -83,7 +85,7 @@ class _Clock:
         self._started = time.monotonic()
 
     def forget(self, number: int) -> None:
-        """An item took no time, since it failed."""
+        """It took no time, since it failed."""
         self._costs[number] = 0.0
 
     def left(self, done: int, share: float = 0.0) -> str:
@@ -105,7 +107,7 @@ def in_words(seconds: float) -> str:
 
 @contextmanager
 def _progress(total: int, say: Callable[[str], None]) -> Iterator[Callable[[int, str, str], None]]:
-    """A bar where stderr is a terminal, else a line for each item."""
+    """A bar where stderr is a terminal, else a line for each measurement."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
     from rich.table import Column

@@ -17,9 +17,10 @@ from transformers import PreTrainedModel
 
 from infinigen_kv.calibration.artefact import Calibration
 from infinigen_kv.calibration.fingerprint import digest, model_digest
-from infinigen_kv.files import PointStore, plain
+from infinigen_kv.files import plain
 from infinigen_kv.kernels.finding import find_kernels
 from infinigen_kv.paths import cache_dir
+from infinigen_kv_lab.points import PointKey, PointStore
 from infinigen_kv_lab.tuning.windows import Window
 
 FORMAT = 1  # raised when earlier results no longer mean the same
@@ -36,14 +37,11 @@ class Measurement:
     kind: str
     what: Mapping[str, Any]
 
-    def record(self, about: Mapping[str, Any]) -> dict[str, Any]:
-        """The head of its file; see `files.Named`."""
-        head = {"format": FORMAT, "kind": self.kind, "what": plain(self.what), **about}
-        return dict(json.loads(json.dumps(head)))
-
-    def file_name(self, about: Mapping[str, Any]) -> str:
-        """Tells measurements with other settings apart."""
-        return f"{self.kind}-{digest(self.record(about))}.json"
+    def key(self, about: Mapping[str, Any]) -> PointKey:
+        """What it is kept under, where its values depend on ``about``, too."""
+        return PointKey.of(
+            self.kind, {"format": FORMAT, "kind": self.kind, "what": self.what, **about}
+        )
 
 
 class Measurements:
@@ -72,12 +70,10 @@ class Measurements:
     ) -> None:
         self._about = dict(about or {})
         self._known: dict[str, dict[str, Any]] = {}
-        self._again = again
-        self._store: PointStore | None = None
         if folder is not None:
             with suppress(OSError):  # which the store reports
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._store = PointStore(folder, logger.warning)
+        self._store: PointStore | None = PointStore(folder, reuse=not again)
 
     def of(
         self,
@@ -90,8 +86,9 @@ class Measurements:
         ``read`` raises `ValueError`, `KeyError` or `TypeError` for values that are of no use, which
         are measured anew.
         """
-        name = measurement.file_name(self._about)
-        held = self._known.get(name) or self._held(measurement)
+        key = measurement.key(self._about)
+        name = key.file_name
+        held = self._known.get(name) or self._held(key)
         if held is not None:
             try:
                 found = read(held)
@@ -102,30 +99,21 @@ class Measurements:
                 return found
         values = plain(measure())
         self._known[name] = values
-        self._keep(measurement, values)
+        self._keep(key, values)
         return read(values)
 
-    def _keep(self, measurement: Measurement, values: dict[str, Any]) -> None:
+    def _keep(self, key: PointKey, values: dict[str, Any]) -> None:
         if self._store is None:
             return
         try:
-            self._store.put(measurement, self._about, {"values": values, "sha256": _sum(values)})
+            self._store.put(key, {"result": values})
         except OSError as error:  # e.g. a full disk: no reason to lose what was measured
             logger.warning("measurements are not kept from now on: %s", error)
             self._store = None
 
-    def _held(self, measurement: Measurement) -> dict[str, Any] | None:
-        if self._store is None or self._again:
-            return None
-        result = self._store.get(measurement, self._about)
-        if result is None:
-            return None
-        values = result.get("values")
-        if not isinstance(values, dict) or result.get("sha256") != _sum(values):
-            path = self._store.path(measurement, self._about)
-            logger.warning("%s is damaged (its checksum differs): measured again", path)
-            return None
-        return values
+    def _held(self, key: PointKey) -> dict[str, Any] | None:
+        point = None if self._store is None else self._store.get(key)
+        return None if point is None else dict(point["result"])
 
 
 def default_folder(about: Mapping[str, Any]) -> Path:

@@ -17,7 +17,7 @@ from infinigen_kv.config import InfiniGenConfig
 from infinigen_kv.errors import InputError
 from infinigen_kv.session.attach import attach
 from infinigen_kv_lab.bench.comparison import Comparison, compare
-from infinigen_kv_lab.figures.plots import plot_layers
+from infinigen_kv_lab.figures.layer_picture import plot_layers
 
 CONFIG = InfiniGenConfig(alpha=2.0, recent_tokens=8, min_context=64)
 STEPS = 12
@@ -140,5 +140,5 @@ def test_picture(result: Comparison, tmp_path: Path) -> None:
     data = path.read_bytes()
     assert data.startswith(b"\x89PNG")
     width, height = (int.from_bytes(data[at : at + 4]) for at in (16, 20))
-    assert (width, height) == (1200, 975)
+    assert (width, height) == (1600, 1300)
     assert list(tmp_path.iterdir()) == [path]

@@ -13,7 +13,7 @@ from infinigen_kv import InfiniGenConfig
 from infinigen_kv.errors import InputError
 from infinigen_kv_lab.diagnosis import Diagnosis, Evidence, LayerEvidence, judge
 from infinigen_kv_lab.diagnosis.measure import PolicyFigures
-from infinigen_kv_lab.diagnosis.page import render_page, require_jinja2
+from infinigen_kv_lab.diagnosis.page import render_page, require_packages
 from infinigen_kv_lab.kit.intervals import Estimate
 
 NASTY = '<script>alert(1)</script> & "it\'s"'
@@ -127,10 +127,11 @@ def test_a_verdict_that_needs_nothing() -> None:
     assert "What would help" not in words(root)
 
 
-def test_without_jinja2(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("package", ["jinja2", "matplotlib"])
+def test_without_a_package(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "jinja2" else found(name)
+        importlib.util, "find_spec", lambda name: None if name == package else found(name)
     )
-    with pytest.raises(InputError, match=r"pip install 'infinigen-kv\[plot\]'"):
-        require_jinja2()
+    with pytest.raises(InputError, match=rf"{package}: pip install 'infinigen-kv\[plot\]'"):
+        require_packages()

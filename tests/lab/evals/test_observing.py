@@ -14,7 +14,7 @@ from infinigen_kv import Calibration, StorageConfig
 from infinigen_kv.errors import InputError
 from infinigen_kv_lab.evals.registry import make_task
 from infinigen_kv_lab.evals.run import Subject, evaluate, samples_kept
-from infinigen_kv_lab.evals.store import PointStore
+from infinigen_kv_lab.evals.store import SampleStore
 from infinigen_kv_lab.evals.task import Inputs, TaskOptions
 
 TASKS = ("similarity", "attention", "sparsity", "skew")
@@ -52,7 +52,7 @@ def test_what_is_kept_is_counted_without_measuring(
 ) -> None:
     task = make_task("attention", Inputs(tokenizer(), 512, None, options))
     subject = Subject(model, calibration, selecting(), StorageConfig())
-    store = PointStore(tmp_path / "points")
+    store = SampleStore(tmp_path / "points")
     policies = ["infinigen", "h2o"]
     assert samples_kept(subject, task, policies, store, limit=3) == 0
     evaluate(subject, task, ["h2o"], limit=3, store=store)

@@ -16,7 +16,7 @@ from infinigen_kv import Calibration, InfiniGenConfig, Session, StorageConfig
 from infinigen_kv.errors import InputError
 from infinigen_kv_lab.evals.reading import Reader
 from infinigen_kv_lab.evals.run import Subject, evaluate
-from infinigen_kv_lab.evals.store import PointStore
+from infinigen_kv_lab.evals.store import SampleStore
 from infinigen_kv_lab.evals.task import Result, Sample, Task
 
 
@@ -85,7 +85,7 @@ def test_all_policies_are_measured_on_a_sample_before_the_next(subject: Subject)
 
 
 def test_an_interrupted_run_goes_on_where_it_stopped(subject: Subject, tmp_path: Path) -> None:
-    store = PointStore(tmp_path)
+    store = SampleStore(tmp_path)
     with pytest.raises(KeyboardInterrupt):
         evaluate(subject, Counting(stop_at=3), ["infinigen", "ideal"], limit=4, store=store)
     task = Counting()
@@ -102,7 +102,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(subject: Subject, tmp_path:
 def test_a_higher_limit_measures_the_rest_and_a_lower_one_nothing(
     subject: Subject, tmp_path: Path
 ) -> None:
-    store = PointStore(tmp_path)
+    store = SampleStore(tmp_path)
     evaluate(subject, Counting(), ["infinigen"], limit=2, store=store)
     task = Counting()
     assert evaluate(subject, task, ["infinigen"], store=store)[0].result == Sum(100.0, None)
@@ -113,7 +113,7 @@ def test_a_higher_limit_measures_the_rest_and_a_lower_one_nothing(
 
 
 def test_a_damaged_point_is_measured_again(subject: Subject, tmp_path: Path) -> None:
-    store = PointStore(tmp_path)
+    store = SampleStore(tmp_path)
     evaluate(subject, Counting(), ["infinigen", "ideal"], limit=2, store=store)
     (damaged,) = tmp_path.glob("*.infinigen.*")
     damaged.write_text('{"samples": [', encoding="utf-8")
@@ -126,7 +126,7 @@ def test_a_damaged_point_is_measured_again(subject: Subject, tmp_path: Path) -> 
 def test_points_of_other_settings_are_measured_apart(
     subject: Subject, model: PreTrainedModel, calibration: Calibration, tmp_path: Path
 ) -> None:
-    store = PointStore(tmp_path)
+    store = SampleStore(tmp_path)
     evaluate(subject, Counting(), ["infinigen"], limit=1, store=store)
     others: list[tuple[Subject, Counting]] = [
         (subject, Counting(shift=1)),
@@ -161,7 +161,7 @@ def test_bad_input(subject: Subject, policies: list[str], limit: int | None, rea
 
 
 def test_progress_counts_what_is_left(subject: Subject, tmp_path: Path) -> None:
-    store = PointStore(tmp_path)
+    store = SampleStore(tmp_path)
     evaluate(subject, Counting(), ["ideal"], limit=2, store=store)
     seen: list[tuple[str, int]] = []
 

@@ -17,7 +17,7 @@ from infinigen_kv.calibration.fingerprint import model_fingerprint
 from infinigen_kv.models.adapters import adapter_for
 from infinigen_kv_lab.evals.registry import make_task
 from infinigen_kv_lab.evals.run import Subject, evaluate
-from infinigen_kv_lab.evals.store import PointStore
+from infinigen_kv_lab.evals.store import SampleStore
 from infinigen_kv_lab.evals.task import Inputs, TaskOptions
 
 SAID = r"contain NaN or infinity.* check the model's weights and dtype"
@@ -38,7 +38,7 @@ def evaluated(
     options = TaskOptions(window=150, prompt_tokens=120, text=text, lengths=(300,), repeats=1)
     task = make_task(name, Inputs(tokenizer(), tiny.MAX_POSITIONS, None, options))
     subject = Subject(model, calibration, selecting(), StorageConfig())
-    evaluate(subject, task, [policy], limit=1, store=PointStore(folder / "kept"))
+    evaluate(subject, task, [policy], limit=1, store=SampleStore(folder / "kept"))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

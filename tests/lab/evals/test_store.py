@@ -10,17 +10,18 @@ from pathlib import Path
 import pytest
 
 from infinigen_kv.errors import InputError
-from infinigen_kv_lab.evals.store import PointKey, PointStore
+from infinigen_kv_lab.evals.store import SampleStore, sample_key
 
-KEY = PointKey("copa", "infinigen", {"alpha": 4.0, "home": Path("x"), "lengths": (1, 2)})
+SETTINGS = {"alpha": 4.0, "home": Path("x"), "lengths": (1, 2)}
+KEY = sample_key("copa", "infinigen", SETTINGS)
 SAMPLES = [{"loss": [1.5, None], "seconds": 0.25}]
 
 
 def test_what_is_kept_is_found_again(tmp_path: Path) -> None:
-    store = PointStore(tmp_path / "new")
+    store = SampleStore(tmp_path / "new")
     assert store.samples(KEY) == []
     store.keep(KEY, SAMPLES)
-    assert PointStore(tmp_path / "new").samples(KEY) == SAMPLES
+    assert SampleStore(tmp_path / "new").samples(KEY) == SAMPLES
     held = json.loads((tmp_path / "new" / KEY.file_name).read_text("utf-8"))
     assert held["finished"] is False and held["result"] is None
     store.keep(KEY, SAMPLES, {"ppl": 3.0, "low": math.nan})
@@ -31,12 +32,12 @@ def test_what_is_kept_is_found_again(tmp_path: Path) -> None:
 
 
 def test_other_settings_are_other_points(tmp_path: Path) -> None:
-    store = PointStore(tmp_path)
+    store = SampleStore(tmp_path)
     store.keep(KEY, SAMPLES)
     for other in (
-        PointKey("copa", "ideal", KEY.settings),
-        PointKey("rte", "infinigen", KEY.settings),
-        PointKey("copa", "infinigen", {**KEY.settings, "alpha": 4.5}),
+        sample_key("copa", "ideal", SETTINGS),
+        sample_key("rte", "infinigen", SETTINGS),
+        sample_key("copa", "infinigen", {**SETTINGS, "alpha": 4.5}),
     ):
         assert store.samples(other) == []
 
@@ -49,16 +50,16 @@ def test_a_damaged_file_counts_as_absent(
     tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / KEY.file_name).write_text(content, encoding="utf-8")
-    store = PointStore(tmp_path)
+    store = SampleStore(tmp_path)
     with caplog.at_level(logging.WARNING):
         assert store.samples(KEY) == []
-    assert "measuring again" in caplog.text
+    assert "measured again" in caplog.text
     store.keep(KEY, SAMPLES)
     assert store.samples(KEY) == SAMPLES
 
 
 def test_a_cut_file_counts_as_absent(tmp_path: Path) -> None:
-    store = PointStore(tmp_path)
+    store = SampleStore(tmp_path)
     store.keep(KEY, SAMPLES)
     path = tmp_path / KEY.file_name
     path.write_bytes(path.read_bytes()[:-10])
@@ -66,7 +67,7 @@ def test_a_cut_file_counts_as_absent(tmp_path: Path) -> None:
 
 
 def test_a_changed_figure_is_noticed(tmp_path: Path) -> None:
-    store = PointStore(tmp_path)
+    store = SampleStore(tmp_path)
     store.keep(KEY, SAMPLES, {"ppl": 3.0})
     path = tmp_path / KEY.file_name
     path.write_text(path.read_text("utf-8").replace("1.5", "1.25"), encoding="utf-8")
@@ -74,22 +75,22 @@ def test_a_changed_figure_is_noticed(tmp_path: Path) -> None:
 
 
 def test_names_with_odd_characters_make_files(tmp_path: Path) -> None:
-    key = PointKey("lm-eval:a/../b", "h2o", {})
-    PointStore(tmp_path).keep(key, SAMPLES)
+    key = sample_key("lm-eval:a/../b", "h2o", {})
+    SampleStore(tmp_path).keep(key, SAMPLES)
     assert (tmp_path / key.file_name).is_file()
 
 
 def test_without_a_folder_points_are_kept_in_memory() -> None:
-    store = PointStore(None)
+    store = SampleStore(None)
     assert store.samples(KEY) == []
     samples = list(SAMPLES)
     store.keep(KEY, samples)
     samples.append({"loss": []})
     assert store.samples(KEY) == SAMPLES
-    assert PointStore(None).samples(KEY) == []
+    assert SampleStore(None).samples(KEY) == []
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(InputError, match="cannot be written to"):
-        PointStore(tmp_path / "file" / "folder")
+        SampleStore(tmp_path / "file" / "folder")

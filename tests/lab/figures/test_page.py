@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 from html.parser import HTMLParser
 
-from infinigen_kv_lab.figures.page import Sheet, render_page
+from infinigen_kv_lab.figures.page import DrawnFigure, render_page
 
 PNG = b"\x89PNG made up"
 NASTY = '<script>alert(1)</script> & "it\'s"'
@@ -35,7 +35,7 @@ class Reader(HTMLParser):
 
 def read(**changes: str) -> tuple[str, Reader]:
     word = changes.get("word", "plain")
-    sheet = Sheet(
+    drawn = DrawnFigure(
         name="16a",
         title=f"a title {word}",
         about=f"about {word}",
@@ -51,7 +51,7 @@ def read(**changes: str) -> tuple[str, Reader]:
         command=f"infinigen-kv {word}",
         warnings=[f"EMULATED {word}"],
         groups={"Machine": {"processor": f"chip {word}"}, "Settings": {"link": f"emulated {word}"}},
-        sheets=[sheet],
+        figures=[drawn],
         missing={"Figure 17": f"too short {word}"},
     )
     reader = Reader()

@@ -13,7 +13,7 @@ import torch
 from calibrating import RandomTokenizer, calibrate_tiny
 from infinigen_kv.calibration.tuned import Tuned
 from infinigen_kv.errors import InputError
-from infinigen_kv.files import PointStore
+from infinigen_kv_lab.points import PointStore
 from infinigen_kv_lab.tuning import tune
 from infinigen_kv_lab.tuning.harm import HarmMeter
 from infinigen_kv_lab.tuning.measurements import (
@@ -104,7 +104,7 @@ def test_what_is_damaged_is_measured_again(
     cut, changed, foreign, *_ = sorted(tmp_path.glob("trial-*.json"))
     cut.write_bytes(cut.read_bytes()[:100])
     held = json.loads(changed.read_text())
-    held["result"]["values"]["kl"] = 9.0
+    held["result"]["kl"] = 9.0
     changed.write_text(json.dumps(held))
     foreign.write_bytes(next(tmp_path.glob("harm-*.json")).read_bytes())
     counts.clear()
@@ -163,7 +163,8 @@ def test_windows_differ_by_tokens_and_by_where_the_prompt_ends() -> None:
     ids = torch.arange(10)
     windows = [Window(ids[:6], ids[6:]), Window(ids[:5], ids[5:]), Window(ids[:6], ids[6:] + 1)]
     names = {
-        Measurement("trial", window_digest(window)).file_name({"model": "a"}) for window in windows
+        Measurement("trial", window_digest(window)).key({"model": "a"}).file_name
+        for window in windows
     }
     assert len(names) == 3
 

@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from infinigen_kv_lab.evals.attention import STEPS, Kept
-from infinigen_kv_lab.figures.accuracy.definition import (
-    EVERYTHING,
-    SHARE,
-    AccuracyFigure,
-    AccuracySetting,
-    Found,
-    results_of,
-    spread,
-)
-from infinigen_kv_lab.figures.accuracy.trial import Trial
-from infinigen_kv_lab.figures.definition import Row, names
-
-if TYPE_CHECKING:
-    from infinigen_kv_lab.figures.drawing import Canvas
+from infinigen_kv_lab.figures.accuracy.evaluation import Points
+from infinigen_kv_lab.figures.accuracy.figure import AccuracyFigure, Cases, results_of
+from infinigen_kv_lab.figures.accuracy.setting import SHARE, AccuracySetting, settings_at
+from infinigen_kv_lab.figures.drawing import Canvas, name_axes
+from infinigen_kv_lab.figures.rows import Row, spread
 
 POLICIES = ("oracle", "infinigen", "h2o")
 
@@ -35,28 +25,24 @@ class AttentionCourse(AccuracyFigure):
         f"the mean over {STEPS} decode steps, all heads, and all layers that select but the first."
     ).replace("%", " %")
 
-    def trials(self, setting: AccuracySetting) -> list[Trial]:
-        own = {"alpha": EVERYTHING, "max_fetch": SHARE}
-        return [
-            setting.reading("attention", POLICIES, setting.scale.course, settings=own, budget=SHARE)
-        ]
+    def cases(self, setting: AccuracySetting) -> Cases:
+        own = settings_at("infinigen", SHARE)
+        span = setting.scale.course
+        return [({}, setting.reading("attention", POLICIES, span, settings=own, budget=SHARE))]
 
-    def rows(self, setting: AccuracySetting, found: Found) -> list[Row]:
-        (trial,) = self.trials(setting)
-        rows: list[Row] = []
-        for policy, result in results_of(found, trial, Kept).items():
-            rows += [
-                {
-                    "system": policy,
-                    "step": at * STEPS,
-                    **spread("similarity", estimate),
-                    "mean_similarity": result.similarity.mean.value,
-                    "mean_mass": result.mass.mean.value,
-                    "fetched_share": result.fetched_share,
-                }
-                for at, estimate in enumerate(result.course)
-            ]
-        return rows
+    def rows_of(self, result: Points) -> list[Row]:
+        return [
+            {
+                "system": policy,
+                "step": at * STEPS,
+                **spread("similarity", estimate),
+                "mean_similarity": kept.similarity.mean.value,
+                "mean_mass": kept.mass.mean.value,
+                "fetched_share": kept.fetched_share,
+            }
+            for policy, kept in results_of(result, Kept).items()
+            for at, estimate in enumerate(kept.course)
+        ]
 
     def remarks(self, setting: AccuracySetting, rows: Sequence[Row]) -> list[str]:
         means = {row["system"]: row for row in rows}
@@ -67,13 +53,8 @@ class AttentionCourse(AccuracyFigure):
         ]
 
     def draw(self, canvas: Canvas, rows: Sequence[Row]) -> None:
-        from infinigen_kv_lab.figures.accuracy.drawing import curve
-        from infinigen_kv_lab.figures.drawing import name_axes
-
         axes = canvas.panels()[0][0]
-        for name in names(rows):
-            mine = [row for row in rows if row["system"] == name]
-            curve(canvas, axes, mine, "step", "similarity", look=name)
+        canvas.curves(axes, rows, "step", "similarity")
         axes.set_ylim(top=1.0)
         name_axes(axes, "decode step", "cosine similarity with the full cache's attention")
         canvas.legend(axes)

@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from infinigen_kv.storage.config import StorageConfig
 from infinigen_kv.storage.homes.slots import Eviction
 from infinigen_kv_lab.evals.perplexity import Perplexity
-from infinigen_kv_lab.figures.accuracy.definition import (
-    AccuracyFigure,
-    AccuracySetting,
-    Found,
-    interval,
-    results_of,
-    spread,
-)
-from infinigen_kv_lab.figures.accuracy.trial import Trial
-from infinigen_kv_lab.figures.definition import Row, names
+from infinigen_kv_lab.figures.accuracy.figure import AccuracyFigure, Cases, Results, results_of
+from infinigen_kv_lab.figures.accuracy.setting import TEXT, AccuracySetting
+from infinigen_kv_lab.figures.drawing import PAPER, Canvas, log_axes, name_axes
+from infinigen_kv_lab.figures.rows import Row, interval, names, rows_with, spread
 
-if TYPE_CHECKING:
-    from infinigen_kv_lab.figures.drawing import Canvas
-
-TEXT = "wikitext2"
 POLICY = "infinigen"
 EVICTIONS: tuple[Eviction, ...] = ("counter", "lru", "fifo")
-NAMES: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {
-        "counter": ("counter", "infinigen"),
-        "lru": ("least recently used", "scissorhands"),
-        "fifo": ("first in, first out", "h2o"),
-    }
-)
+NAMES = {
+    "counter": ("counter", "infinigen"),
+    "lru": ("least recently used", "scissorhands"),
+    "fifo": ("first in, first out", "h2o"),
+}
 PAPER_FULL, PAPER_FIFO = 11.68, 19.64  # OPT-6.7B on WikiText-2, the latter at 80 % (Table 2)
 
 
@@ -47,16 +33,11 @@ class Capacities(AccuracyFigure):
         "for OPT-6.7B."
     )
 
-    def trials(self, setting: AccuracySetting) -> list[Trial]:
-        return [trial for _, _, trial in self._made(setting)]
-
-    @staticmethod
-    def _made(setting: AccuracySetting) -> list[tuple[float, Eviction, Trial]]:
+    def cases(self, setting: AccuracySetting) -> Cases:
         span = setting.scale.stepwise
         return [
             (
-                capacity,
-                evict,
+                {"capacity_percent": 100 * capacity},
                 setting.reading(
                     TEXT, (POLICY,), span, storage=StorageConfig(capacity=capacity, evict=evict)
                 ),
@@ -65,33 +46,33 @@ class Capacities(AccuracyFigure):
             for evict in (EVICTIONS if capacity < 1 else EVICTIONS[:1])  # nothing is evicted
         ]
 
-    def rows(self, setting: AccuracySetting, found: Found) -> list[Row]:
+    def rows(self, setting: AccuracySetting, results: Results) -> list[Row]:
         rows: list[Row] = []
-        for capacity, evict, trial in self._made(setting):
-            for result in results_of(found, trial, Perplexity).values():
-                shown: Sequence[str] = (evict,) if capacity < 1 else EVICTIONS
+        for columns, measurement in self.cases(setting):
+            storage = measurement.storage
+            limited = storage.capacity is not None and storage.capacity < 1
+            for found in results_of(results.get(measurement, {}), Perplexity).values():
                 rows += [
                     {
                         "system": name,
-                        "capacity_percent": 100 * capacity,
-                        **spread("perplexity", result.ppl),
-                        **spread("perplexity_full", result.ppl_full),
-                        **spread("ratio", result.ratio),
-                        "kl": result.kl.value,
-                        **spread("missed_percent", result.costs.missed_share, 100),
-                        "windows": result.windows,
+                        **columns,
+                        **spread("perplexity", found.ppl),
+                        **spread("perplexity_full", found.ppl_full),
+                        **spread("ratio", found.ratio),
+                        "kl": found.kl.value,
+                        **spread("missed_percent", found.costs.missed_share, 100),
+                        "windows": found.windows,
                     }
-                    for name in shown
+                    for name in ((storage.evict,) if limited else EVICTIONS)
                 ]
         return sorted(rows, key=lambda row: EVICTIONS.index(row["system"]))
 
     def remarks(self, setting: AccuracySetting, rows: Sequence[Row]) -> list[str]:
         said = []
-        for capacity in sorted({row["capacity_percent"] for row in rows}, reverse=True):
+        for capacity in sorted(names(rows, "capacity_percent"), reverse=True):
             parts = [
                 f"{NAMES[row['system']][0]} {row['ratio']:.3f}{interval(row, 'ratio')}"
-                for row in rows
-                if row["capacity_percent"] == capacity
+                for row in rows_with(rows, capacity_percent=capacity)
             ]
             said.append(
                 f"At {capacity:g} %, times the full cache's perplexity: {', '.join(parts)}."
@@ -99,15 +80,9 @@ class Capacities(AccuracyFigure):
         return said
 
     def draw(self, canvas: Canvas, rows: Sequence[Row]) -> None:
-        from infinigen_kv_lab.figures.accuracy.drawing import curve
-        from infinigen_kv_lab.figures.drawing import PAPER, name_axes, plain_log
-
         ratios, misses = canvas.panels(1, 2)[0]
-        for name in names(rows):
-            label, look = NAMES[name]
-            mine = [row for row in rows if row["system"] == name]
-            for axes, y in ((ratios, "ratio"), (misses, "missed_percent")):
-                curve(canvas, axes, mine, "capacity_percent", y, look=look, label=label)
+        for axes, y in ((ratios, "ratio"), (misses, "missed_percent")):
+            canvas.curves(axes, rows, "capacity_percent", y, looks=NAMES)
         paper = PAPER_FIFO / PAPER_FULL
         ratios.plot(
             [74, 86],
@@ -117,9 +92,7 @@ class Capacities(AccuracyFigure):
             linewidth=1.8,
             label=f"the paper's FIFO at 80 %: {paper:.2f} x",
         )
-        ratios.set_yscale("log")
-        ratios.margins(y=0.08)
-        plain_log(ratios.yaxis)
+        log_axes(ratios, "y", margin=0.08)
         for axes in (ratios, misses):
             axes.set_xlim(0, 105)
         misses.set_ylim(bottom=0)

@@ -3,26 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from infinigen_kv_lab.evals.perplexity import CHUNK, Perplexity
 from infinigen_kv_lab.evals.reading import FULL
-from infinigen_kv_lab.figures.accuracy.definition import (
-    COMPARED,
-    SHARE,
-    AccuracyFigure,
-    AccuracySetting,
-    Found,
-    interval,
-    results_of,
-    spread,
-)
-from infinigen_kv_lab.figures.accuracy.trial import Trial
-from infinigen_kv_lab.figures.definition import Row, names
-
-if TYPE_CHECKING:
-    from infinigen_kv_lab.figures.drawing import Canvas
-
+from infinigen_kv_lab.figures.accuracy.evaluation import Points
+from infinigen_kv_lab.figures.accuracy.figure import AccuracyFigure, Cases, results_of
+from infinigen_kv_lab.figures.accuracy.setting import COMPARED, SHARE, AccuracySetting
+from infinigen_kv_lab.figures.drawing import Canvas, name_axes
+from infinigen_kv_lab.figures.rows import Row, interval, names, rows_with, spread
 
 APART = 8  # tokens between the dots of one chunk, so that none hides another
 
@@ -36,30 +24,29 @@ class Chunks(AccuracyFigure):
         "gap grow with what was decoded? Vertical lines are intervals."
     )
 
-    def trials(self, setting: AccuracySetting) -> list[Trial]:
+    def cases(self, setting: AccuracySetting) -> Cases:
         scale = setting.scale
-        return [setting.reading(text, COMPARED, scale.text, budget=SHARE) for text in scale.texts]
+        return [
+            ({"text": text}, setting.reading(text, COMPARED, scale.text, budget=SHARE))
+            for text in scale.texts
+        ]
 
-    def rows(self, setting: AccuracySetting, found: Found) -> list[Row]:
-        rows: list[Row] = []
-        for trial in self.trials(setting):
-            for policy, result in results_of(found, trial, Perplexity).items():
-                rows += [
-                    {
-                        "text": trial.task,
-                        "system": policy,
-                        "decoded_until": chunk.end,
-                        **spread("perplexity", chunk.ppl),
-                        **spread("ratio", chunk.ratio),
-                        "kl": chunk.kl,
-                        "fetched_share": result.fetched_share,
-                        **spread("ratio_of_all", result.ratio),
-                        "gap_growth": result.gap_growth.value,
-                        "windows": result.windows,
-                    }
-                    for chunk in result.chunks
-                ]
-        return rows
+    def rows_of(self, result: Points) -> list[Row]:
+        return [
+            {
+                "system": policy,
+                "decoded_until": chunk.end,
+                **spread("perplexity", chunk.ppl),
+                **spread("ratio", chunk.ratio),
+                "kl": chunk.kl,
+                "fetched_share": found.fetched_share,
+                **spread("ratio_of_all", found.ratio),
+                "gap_growth": found.gap_growth.value,
+                "windows": found.windows,
+            }
+            for policy, found in results_of(result, Perplexity).items()
+            for chunk in found.chunks
+        ]
 
     def remarks(self, setting: AccuracySetting, rows: Sequence[Row]) -> list[str]:
         each = {(row["text"], row["system"]): row for row in rows if row["system"] != FULL}
@@ -72,26 +59,21 @@ class Chunks(AccuracyFigure):
         ]
 
     def draw(self, canvas: Canvas, rows: Sequence[Row]) -> None:
-        from infinigen_kv_lab.figures.accuracy.drawing import curve
-        from infinigen_kv_lab.figures.drawing import name_axes
-
-        texts = list(dict.fromkeys(row["text"] for row in rows))
+        texts, systems = names(rows, "text"), names(rows)
         panels = canvas.panels(len(texts), 2, height=1.4 + 3.2 * len(texts))
+        places = sorted({row["decoded_until"] for row in rows})
+        apart = [
+            {**row, "place": row["decoded_until"] + APART * (systems.index(row["system"]) - 1.5)}
+            for row in rows
+        ]
         for text, (absolute, relative) in zip(texts, panels, strict=True):
-            for number, name in enumerate(names(rows)):
-                mine = [
-                    {**row, "place": row["decoded_until"] + APART * (number - 1.5)}
-                    for row in rows
-                    if row["system"] == name and row["text"] == text
-                ]
-                curve(canvas, absolute, mine, "place", "perplexity", look=name)
-                curve(canvas, relative, mine, "place", "ratio", look=name)
-            windows = next(row["windows"] for row in rows if row["text"] == text)
-            places = sorted({row["decoded_until"] for row in rows})
+            mine = rows_with(apart, text=text)
+            canvas.curves(absolute, mine, "place", "perplexity")
+            canvas.curves(relative, mine, "place", "ratio")
             for each in (absolute, relative):
                 each.set_xticks(places)
                 each.set_xlim(places[0] - CHUNK // 3, places[-1] + CHUNK // 3)
-            title = f"{text}, windows: {windows}"
+            title = f"{text}, windows: {mine[0]['windows']}"
             name_axes(absolute, "decoded tokens, up to", "perplexity of the chunk", title=title)
             name_axes(relative, "decoded tokens, up to", "perplexity over the full cache's")
         canvas.legend(*panels.flat)

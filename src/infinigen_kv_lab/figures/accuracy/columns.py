@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from infinigen_kv_lab.evals.reading import FULL
 from infinigen_kv_lab.evals.skewing import SERIES, TOP, Skewing
-from infinigen_kv_lab.figures.accuracy.definition import (
-    AccuracyFigure,
-    AccuracySetting,
-    Found,
-    results_of,
-)
-from infinigen_kv_lab.figures.accuracy.looks import look
-from infinigen_kv_lab.figures.accuracy.trial import Trial
-from infinigen_kv_lab.figures.definition import Row
+from infinigen_kv_lab.figures.accuracy.evaluation import Points
+from infinigen_kv_lab.figures.accuracy.figure import AccuracyFigure, Cases, results_of
+from infinigen_kv_lab.figures.accuracy.setting import AccuracySetting
+from infinigen_kv_lab.figures.drawing import GREY, Canvas, name_axes, whole_numbers
+from infinigen_kv_lab.figures.rows import Row
 
-if TYPE_CHECKING:
-    from infinigen_kv_lab.figures.drawing import Canvas
-
-LOOKS: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {
-        "query": ("query", "infinigen-paper"),
-        "query_skewed": ("query, skewed", "infinigen"),
-        "key": ("key", "scissorhands"),
-        "key_skewed": ("key, skewed", "h2o"),
-    }
-)
+LOOKS = {
+    "query": ("query", "infinigen-paper"),
+    "query_skewed": ("query, skewed", "infinigen"),
+    "key": ("key", "scissorhands"),
+    "key_skewed": ("key, skewed", "h2o"),
+}
 
 
 class Columns(AccuracyFigure):
@@ -43,22 +32,19 @@ class Columns(AccuracyFigure):
         "uses them, after any rotary positions."
     ).replace("%", " %")
 
-    def trials(self, setting: AccuracySetting) -> list[Trial]:
-        return [look(setting, "skew")]
+    def cases(self, setting: AccuracySetting) -> Cases:
+        return [({}, setting.look("skew"))]
 
-    def rows(self, setting: AccuracySetting, found: Found) -> list[Row]:
-        (trial,) = self.trials(setting)
-        result = results_of(found, trial, Skewing).get(FULL)
-        if result is None:
-            return []
+    def rows_of(self, result: Points) -> list[Row]:
+        found = results_of(result, Skewing)[FULL]
         return [
             {
                 "layer": layer,
                 "tensor": name,
-                "top_share": getattr(result, name).values[at],
-                **{f"column_{i}": part for i, part in enumerate(result.curves[name][at])},
+                "top_share": getattr(found, name).values[at],
+                **{f"column_{i}": part for i, part in enumerate(found.curves[name][at])},
             }
-            for at, layer in enumerate(result.layers)
+            for at, layer in enumerate(found.layers)
             for name in SERIES
         ]
 
@@ -71,27 +57,24 @@ class Columns(AccuracyFigure):
         return [f"{top}: {'; '.join(said)}."]
 
     def draw(self, canvas: Canvas, rows: Sequence[Row]) -> None:
-        from infinigen_kv_lab.figures.drawing import name_axes
-
         curves, tops = canvas.panels(1, 2)[0]
         layers = sorted({row["layer"] for row in rows})
         middle = layers[len(layers) // 2]
         columns = [name for name in rows[0] if name.startswith("column_")]
         even = 100 / len(columns)
-        curves.axhline(even, color="#777777", linestyle=":", linewidth=1.2, label="all the same")
+        curves.axhline(even, color=GREY, linestyle=":", linewidth=1.2, label="all the same")
         for name, (label, system) in LOOKS.items():
             mine = {row["layer"]: row for row in rows if row["tensor"] == name}
             style = {**canvas.style(system), "marker": ""}
             shares = [100 * mine[middle][column] for column in columns]
             curves.plot(range(1, len(columns) + 1), shares, label=label, **style)
-            tops.plot(
-                layers, [100 * mine[layer]["top_share"] for layer in layers], label=label, **style
-            )
-        tops.axhline(100 * TOP, color="#777777", linestyle=":", linewidth=1.2)
+            values = [100 * mine[layer]["top_share"] for layer in layers]
+            tops.plot(layers, values, label=label, **style)
+        tops.axhline(100 * TOP, color=GREY, linestyle=":", linewidth=1.2)
         for each in (curves, tops):
             each.set_ylim(bottom=0)
         tops.set_ylim(top=100)
-        tops.xaxis.get_major_locator().set_params(integer=True)
+        whole_numbers(tops)
         name_axes(curves, "column of the head, largest first", f"magnitude (%), layer {middle}")
         name_axes(tops, "layer", f"in the largest {100 * TOP:g} % of the columns (%)")
         canvas.legend(curves, tops, columns=5)

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 
 from infinigen_kv.errors import InputError
 
-PLACES: Mapping[str, str] = MappingProxyType(
-    {
-        "wikitext2/wiki.test.raw": "the test split of wikitext-2-raw-v1",
-        "ptb/ptb.valid.txt": "the validation split of the word-level Penn Treebank",
-        "passkey/passkey_generated.jsonl": "passkey prompts",
-        "passkey/prompt_template.txt": "their template",
-        "books/pg1342_pride_and_prejudice.txt": "a book to hide numbers in",
-        "fewshot/copa.validation.jsonl": "COPA; likewise openbookqa, winogrande, piqa, rte",
-    }
-)
+PLACES = {
+    "wikitext2/wiki.test.raw": "the test split of wikitext-2-raw-v1",
+    "ptb/ptb.valid.txt": "the validation split of the word-level Penn Treebank",
+    "passkey/passkey_generated.jsonl": "passkey prompts",
+    "passkey/prompt_template.txt": "their template",
+    "books/pg1342_pride_and_prejudice.txt": "a book to hide numbers in",
+    "fewshot/copa.validation.jsonl": "COPA; likewise openbookqa, winogrande, piqa, rte",
+}
 """Not all of the files: enough to see which folder is meant."""
 
 

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Any
 
 from infinigen_kv_lab.evals.fewshot import Accuracy
 from infinigen_kv_lab.evals.reading import FULL
 from infinigen_kv_lab.evals.run import Point
-from infinigen_kv_lab.evals.task import TaskOptions
-from infinigen_kv_lab.figures.accuracy.definition import (
-    AccuracyFigure,
-    AccuracySetting,
-    Found,
-    spread,
-)
-from infinigen_kv_lab.figures.accuracy.trial import Trial
-from infinigen_kv_lab.figures.definition import Row, names
+from infinigen_kv_lab.figures.accuracy.figure import AccuracyFigure, Cases, Results
+from infinigen_kv_lab.figures.accuracy.setting import AccuracySetting
+from infinigen_kv_lab.figures.drawing import Canvas, log_axes, name_axes
+from infinigen_kv_lab.figures.rows import Row, names, rows_with, spread
 from infinigen_kv_lab.kit.intervals import Estimate, mean_of_means
-
-if TYPE_CHECKING:
-    from infinigen_kv_lab.figures.drawing import Canvas
 
 TASKS = ("copa", "openbookqa", "winogrande", "piqa", "rte")
 MEAN = "mean of the tasks"
@@ -38,73 +30,59 @@ class FewShot(AccuracyFigure):
         "lm-evaluation-harness."
     )
 
-    def trials(self, setting: AccuracySetting) -> list[Trial]:
-        return [trial for task in TASKS for _, trial in self._made(setting, task)]
+    def cases(self, setting: AccuracySetting) -> Cases:
+        cases: Cases = []
+        for task in TASKS:
+            varied: list[tuple[str, str, dict[str, Any]]] = [("", FULL, {})]
+            varied += [
+                (f"budget {share:g}", "h2o", {"budget": share})
+                for share in setting.scale.task_shares
+            ]
+            for alpha in setting.scale.task_alphas:
+                own = {"alpha": alpha, "max_fetch": CAP}
+                paper = {"rehearsal": "paper", **own}
+                varied += [
+                    (f"alpha {alpha:g}", "infinigen", {"settings": own}),
+                    (f"alpha {alpha:g}", "infinigen-paper", {"settings": paper}),
+                ]
+            cases += [
+                (
+                    {"task": task, "system": policy, "setting": name},
+                    setting.few_shot(task, policy, **changes),
+                )
+                for name, policy, changes in varied
+            ]
+        return cases
 
-    @staticmethod
-    def _made(setting: AccuracySetting, task: str) -> list[tuple[str, Trial]]:
-        """What varies, and the trial."""
-        options = few_shot_options(setting)
-        documents = setting.scale.documents
-        full = setting.trial(task, (FULL,), options, documents)
-        budgets = [
-            (
-                f"budget {share:g}",
-                setting.trial(task, ("h2o",), options, documents, budget=share),
-            )
-            for share in setting.scale.task_shares
-        ]
-        alphas = []
-        for alpha in setting.scale.task_alphas:
-            own = {"alpha": alpha, "max_fetch": CAP}
-            for policy, settings in (
-                ("infinigen", own),
-                ("infinigen-paper", {"rehearsal": "paper", **own}),
-            ):
-                trial = setting.trial(task, (policy,), options, documents, settings=settings)
-                alphas.append((f"alpha {alpha:g}", trial))
-        return [("", full), *budgets, *alphas]
-
-    def rows(self, setting: AccuracySetting, found: Found) -> list[Row]:
+    def rows(self, setting: AccuracySetting, results: Results) -> list[Row]:
         rows: list[Row] = []
         together: dict[tuple[str, str], list[Point]] = {}
-        for task in TASKS:
-            for varied, trial in self._made(setting, task):
-                for name, point in found.get(trial, {}).items():
-                    rows.append(_row(task, name, varied, [point]))
-                    together.setdefault((name, varied), []).append(point)
+        for columns, measurement in self.cases(setting):
+            if measurement in results:
+                point = results[measurement][columns["system"]]
+                rows.append({**columns, **_measured([point])})
+                together.setdefault((columns["system"], columns["setting"]), []).append(point)
         rows += [
-            _row(MEAN, name, varied, points)
-            for (name, varied), points in together.items()
+            {"task": MEAN, "system": system, "setting": varied, **_measured(points)}
+            for (system, varied), points in together.items()
             if len(points) == len(TASKS)
         ]
         return rows
 
     def draw(self, canvas: Canvas, rows: Sequence[Row]) -> None:
-        from infinigen_kv_lab.figures.accuracy.drawing import curve, full_line
-        from infinigen_kv_lab.figures.drawing import name_axes, plain_log
-
         panels = canvas.panels(2, 3, height=6.4)
-        tasks = list(dict.fromkeys(row["task"] for row in rows))
+        tasks = names(rows, "task")
         for axes, task in zip(panels.flat, tasks, strict=False):
-            mine = [row for row in rows if row["task"] == task]
-            for name in names(mine):
-                some = [row for row in mine if row["system"] == name]
-                if name == FULL:
-                    full_line(canvas, axes, some[0], "accuracy_percent")
-                else:
-                    curve(canvas, axes, some, "fetched_percent", "accuracy_percent", look=name)
-            axes.set_xscale("log")
-            plain_log(axes.xaxis)
+            mine = rows_with(rows, task=task)
+            for row in rows_with(mine, system=FULL):
+                canvas.across(axes, row, "accuracy_percent", look=FULL, label="full cache")
+            others = [row for row in mine if row["system"] != FULL]
+            canvas.curves(axes, others, "fetched_percent", "accuracy_percent")
+            log_axes(axes, "x")
             name_axes(axes, "attended to (%)", "accuracy (%)", title=task)
         for axes in panels.flat[len(tasks) :]:
             axes.set_visible(False)
         canvas.legend(*panels.flat)
-
-
-def few_shot_options(setting: AccuracySetting) -> TaskOptions:
-    """Settings of all few-shot tasks."""
-    return TaskOptions(shots=setting.scale.shots)
 
 
 def accuracy_of(points: Sequence[Point]) -> Estimate:
@@ -126,13 +104,9 @@ def _result(point: Point) -> Accuracy:
     return point.result
 
 
-def _row(task: str, system: str, varied: str, points: Sequence[Point]) -> Row:
-    measured: Mapping[str, float | None] = spread("accuracy_percent", accuracy_of(points), 100)
+def _measured(points: Sequence[Point]) -> Row:
     return {
-        "task": task,
-        "system": system,
-        "setting": varied,
         "fetched_percent": fetched_percent(points),
-        **measured,
+        **spread("accuracy_percent", accuracy_of(points), 100),
         "documents": sum(_result(point).documents for point in points),
     }

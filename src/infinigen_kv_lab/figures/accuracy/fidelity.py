@@ -2,44 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from types import MappingProxyType
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import numpy as np
 
 from infinigen_kv_lab.evals.agreement import MEASURES, VARIANTS
 from infinigen_kv_lab.evals.speculation import Speculation
-from infinigen_kv_lab.figures.accuracy.definition import (
-    AccuracyFigure,
-    AccuracySetting,
-    Found,
-    results_of,
-)
-from infinigen_kv_lab.figures.accuracy.trial import Trial
-from infinigen_kv_lab.figures.definition import Row
-
-if TYPE_CHECKING:
-    from infinigen_kv_lab.figures.drawing import Canvas
+from infinigen_kv_lab.figures.accuracy.evaluation import Points
+from infinigen_kv_lab.figures.accuracy.figure import AccuracyFigure, Cases, results_of
+from infinigen_kv_lab.figures.accuracy.setting import AccuracySetting
+from infinigen_kv_lab.figures.drawing import Canvas, heat_map, name_axes, whole_numbers
+from infinigen_kv_lab.figures.rows import Row
 
 POLICY = "infinigen"
-LABELS: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {
-        "engine": ("engine", "infinigen"),
-        "true_query": ("true query: error of the dimensions alone", "h2o"),
-        "all_dimensions": ("all dimensions: error of the query alone", "streaming-llm"),
-        "best": ("best choice of as many tokens", "ideal"),
-    }
-)
-AXES: Mapping[str, str] = MappingProxyType(
-    {
-        "recall": "recall",
-        "coverage": "attention mass covered",
-        "rank_correlation": "rank correlation",
-        "divergence": "JS divergence (nats)",
-    }
-)
+LABELS = {
+    "engine": ("engine", "infinigen"),
+    "true_query": ("true query: error of the dimensions alone", "h2o"),
+    "all_dimensions": ("all dimensions: error of the query alone", "streaming-llm"),
+    "best": ("best choice of as many tokens", "ideal"),
+}
+AXES = {
+    "recall": "recall",
+    "coverage": "attention mass covered",
+    "rank_correlation": "rank correlation",
+    "divergence": "JS divergence (nats)",
+}
 
 
 class Fidelity(AccuracyFigure):
@@ -55,27 +42,21 @@ class Fidelity(AccuracyFigure):
         "error is inherited."
     )
 
-    def trials(self, setting: AccuracySetting) -> list[Trial]:
-        scale = setting.scale
-        return [setting.reading("speculation", (POLICY,), replace(scale.text, windows=scale.looks))]
+    def cases(self, setting: AccuracySetting) -> Cases:
+        return [({}, setting.look("speculation", POLICY))]
 
-    def rows(self, setting: AccuracySetting, found: Found) -> list[Row]:
-        (trial,) = self.trials(setting)
-        result = results_of(found, trial, Speculation).get(POLICY)
-        if result is None:
-            return []
-        heads = len(result.engine.recall.values[0])
+    def rows_of(self, result: Points) -> list[Row]:
+        found = results_of(result, Speculation)[POLICY]
         rows = []
-        for at, layer in enumerate(result.layers):
-            row: Row = {"layer": layer, "chosen_share": result.chosen[at]}
+        for at, layer in enumerate(found.layers):
+            row: Row = {"layer": layer, "chosen_share": found.chosen[at]}
             for variant in VARIANTS:
                 for measure in MEASURES:
-                    values = getattr(getattr(result, variant), measure).values[at]
+                    values = getattr(getattr(found, variant), measure).values[at]
                     row[f"{variant}_{measure}"] = float(np.nanmean(values))
-            row["best_coverage"] = float(np.nanmean(result.best_coverage.values[at]))
-            recall = result.engine.recall.values[at]
-            row.update({f"recall_head_{head}": recall[head] for head in range(heads)})
-            rows.append(row)
+            row["best_coverage"] = float(np.nanmean(found.best_coverage.values[at]))
+            recalls = enumerate(found.engine.recall.values[at])
+            rows.append({**row, **{f"recall_head_{head}": recall for head, recall in recalls}})
         return rows
 
     def remarks(self, setting: AccuracySetting, rows: Sequence[Row]) -> list[str]:
@@ -93,25 +74,19 @@ class Fidelity(AccuracyFigure):
         ]
 
     def draw(self, canvas: Canvas, rows: Sequence[Row]) -> None:
-        from infinigen_kv_lab.figures.accuracy.drawing import colour_bar, heat_map
-        from infinigen_kv_lab.figures.drawing import name_axes
-
         panels = canvas.panels(3, 2, height=9.0)
         layers = [row["layer"] for row in rows]
         for axes, (measure, label) in zip(panels.flat, AXES.items(), strict=False):
-            for variant in (*VARIANTS, "best"):
+            for variant, (name, look) in LABELS.items():
                 column = f"{variant}_{measure}"
                 if column in rows[0]:
-                    name, look = LABELS[variant]
-                    style = {**canvas.style(look), "marker": ""}
-                    axes.plot(layers, [row[column] for row in rows], label=name, **style)
-            axes.xaxis.get_major_locator().set_params(integer=True)
+                    canvas.curve(axes, rows, "layer", column, look=look, label=name, marker="")
             name_axes(axes, "layer", label)
         shares, recalls = panels[2]
-        values = [100 * row["chosen_share"] for row in rows]
-        shares.plot(layers, values, **{**canvas.style(POLICY), "marker": ""})
+        shown = [{**row, "percent": 100 * row["chosen_share"]} for row in rows]
+        canvas.curve(shares, shown, "layer", "percent", look=POLICY, label="", marker="")
         shares.set_ylim(bottom=0)
-        shares.xaxis.get_major_locator().set_params(integer=True)
+        whole_numbers(*panels.flat[:-1])
         name_axes(shares, "layer", "tokens chosen (%)")
         columns = [name for name in rows[0] if name.startswith("recall_head_")]
         step = max(1, len(layers) // 8)
@@ -122,5 +97,5 @@ class Fidelity(AccuracyFigure):
             [name.removeprefix("recall_head_") for name in columns],
         )
         name_axes(recalls, "layer", "KV head")
-        colour_bar(canvas, image, recalls, "recall of the engine")
+        canvas.colour_bar(image, recalls, "recall of the engine")
         canvas.legend(*panels.flat, columns=2)

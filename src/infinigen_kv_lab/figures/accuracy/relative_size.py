@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 from infinigen_kv_lab.evals.perplexity import Perplexity
-from infinigen_kv_lab.figures.accuracy.definition import (
-    AccuracyFigure,
-    AccuracySetting,
-    Found,
-    results_of,
-    spread,
-)
-from infinigen_kv_lab.figures.accuracy.equal_share import at_share
-from infinigen_kv_lab.figures.accuracy.scale import Span
-from infinigen_kv_lab.figures.accuracy.trial import Trial
-from infinigen_kv_lab.figures.definition import Row, names
-
-if TYPE_CHECKING:
-    from infinigen_kv_lab.figures.drawing import Canvas
+from infinigen_kv_lab.evals.reading import FULL
+from infinigen_kv_lab.figures.accuracy.evaluation import Points
+from infinigen_kv_lab.figures.accuracy.figure import AccuracyFigure, Cases, results_of
+from infinigen_kv_lab.figures.accuracy.setting import AccuracySetting
+from infinigen_kv_lab.figures.drawing import Canvas, log_axes, name_axes
+from infinigen_kv_lab.figures.rows import Row, rows_with, spread
 
 TOKENS = 64  # at every length
 POLICIES = ("infinigen", "infinigen-paper", "h2o")
@@ -35,70 +27,43 @@ class RelativeSize(AccuracyFigure):
         "length. Vertical lines are intervals, paired by window."
     )
 
-    def trials(self, setting: AccuracySetting) -> list[Trial]:
-        return [trial for _, _, trial in self._made(setting)]
-
-    @staticmethod
-    def _made(setting: AccuracySetting) -> list[tuple[str, float, Trial]]:
-        """What varies (``share`` or ``length``), its value, and the trial."""
+    def cases(self, setting: AccuracySetting) -> Cases:
         scale = setting.scale
         spans = [("share", share, share, scale.sweep) for share in scale.shares]
         for length in scale.lengths:
-            span = Span(
-                window=length + scale.length_tokens,
-                prompt_tokens=length,
-                windows=scale.sweep.windows,
-            )
+            span = replace(scale.sweep, window=length + scale.length_tokens, prompt_tokens=length)
             spans.append(("length", length, min(1.0, TOKENS / length), span))
         return [
-            (varied, value, at_share(setting, policy, share, span))
+            ({"varied": varied, "value": value}, setting.at_share(policy, share, span))
             for varied, value, share, span in spans
             for policy in POLICIES
         ]
 
-    def rows(self, setting: AccuracySetting, found: Found) -> list[Row]:
-        rows: list[Row] = []
-        for varied, value, trial in self._made(setting):
-            for name, result in results_of(found, trial, Perplexity).items():
-                rows.append(
-                    {
-                        "varied": varied,
-                        "value": value,
-                        "system": name,
-                        **spread("perplexity", result.ppl),
-                        **spread("perplexity_full", result.ppl_full),
-                        **spread("ratio", result.ratio),
-                        "kl": result.kl.value,
-                        "fetched_percent": 100 * result.fetched_share,
-                        "windows": result.windows,
-                    }
-                )
-        return rows
+    def rows_of(self, result: Points) -> list[Row]:
+        return [
+            {
+                "system": name,
+                **spread("perplexity", found.ppl),
+                **spread("perplexity_full", found.ppl_full),
+                **spread("ratio", found.ratio),
+                "kl": found.kl.value,
+                "fetched_percent": 100 * found.fetched_share,
+                "windows": found.windows,
+            }
+            for name, found in results_of(result, Perplexity).items()
+        ]
 
     def draw(self, canvas: Canvas, rows: Sequence[Row]) -> None:
-        from infinigen_kv_lab.figures.accuracy.drawing import curve, full_line
-        from infinigen_kv_lab.figures.drawing import log_ticks, name_axes, plain_log
-
         sizes, lengths = canvas.panels(1, 2)[0]
-        by_share = [row for row in rows if row["varied"] == "share"]
-        by_length = [row for row in rows if row["varied"] == "length"]
-        for name in names(rows):
-            for axes, some, x, y in (
-                (sizes, by_share, "fetched_percent", "perplexity"),
-                (lengths, by_length, "value", "ratio"),
-            ):
-                mine = [row for row in some if row["system"] == name]
-                curve(canvas, axes, mine, x, y, look=name)
-        if by_share:
-            full_line(canvas, sizes, by_share[0], "perplexity_full")
-            sizes.set_xscale("log")
-            plain_log(sizes.xaxis)
-        lengths.set_xscale("log")
-        log_ticks(lengths.xaxis, [row["value"] for row in by_length])
+        by_share, by_length = (rows_with(rows, varied=each) for each in ("share", "length"))
+        canvas.curves(sizes, by_share, "fetched_percent", "perplexity")
+        canvas.curves(lengths, by_length, "value", "ratio")
+        for row in by_share[:1]:
+            canvas.across(sizes, row, "perplexity_full", look=FULL, label="full cache")
         for axes in (sizes, lengths):
-            axes.set_yscale("log")
             axes.margins(y=0.08)
-            plain_log(axes.yaxis)
+        log_axes(sizes, "xy" if by_share else "y")
+        log_axes(lengths, "xy", places=[row["value"] for row in by_length])
         name_axes(sizes, "cached tokens attended to (%)", "perplexity")
         name_axes(lengths, f"prompt (tokens); {TOKENS} attended to", "perplexity over full cache's")
         canvas.legend(sizes, lengths)

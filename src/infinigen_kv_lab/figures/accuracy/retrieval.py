@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from infinigen_kv_lab.evals.retrieval import Retrieval
 from infinigen_kv_lab.evals.task import TaskOptions
-from infinigen_kv_lab.figures.accuracy.definition import (
-    COMPARED,
-    SHARE,
-    AccuracyFigure,
-    AccuracySetting,
-    Found,
-    interval,
-    results_of,
-    spread,
-)
-from infinigen_kv_lab.figures.accuracy.trial import Trial
-from infinigen_kv_lab.figures.definition import Row, names
-
-if TYPE_CHECKING:
-    from infinigen_kv_lab.figures.drawing import Canvas
+from infinigen_kv_lab.figures.accuracy.evaluation import Points
+from infinigen_kv_lab.figures.accuracy.figure import AccuracyFigure, Cases, results_of
+from infinigen_kv_lab.figures.accuracy.setting import COMPARED, SHARE, AccuracySetting, evaluation
+from infinigen_kv_lab.figures.drawing import Canvas, heat_map, name_axes
+from infinigen_kv_lab.figures.rows import Row, interval, names, rows_with, spread
 
 
 class RetrievalMap(AccuracyFigure):
@@ -29,26 +18,23 @@ class RetrievalMap(AccuracyFigure):
     that are right, with its interval.
     """
 
-    def rows(self, setting: AccuracySetting, found: Found) -> list[Row]:
-        (trial,) = self.trials(setting)
-        rows: list[Row] = []
-        for name, result in results_of(found, trial, Retrieval).items():
-            rows += [
-                {
-                    "system": name,
-                    "length": cell.length,
-                    "depth": cell.depth,
-                    "right": cell.right,
-                    "asked": cell.asked,
-                    "right_of_all": result.right,
-                    "asked_of_all": result.asked,
-                    **spread("accuracy", result.accuracy),
-                    **spread("less_full", result.difference),
-                    "fetched_share": result.fetched_share,
-                }
-                for cell in result.cells
-            ]
-        return rows
+    def rows_of(self, result: Points) -> list[Row]:
+        return [
+            {
+                "system": name,
+                "length": cell.length,
+                "depth": cell.depth,
+                "right": cell.right,
+                "asked": cell.asked,
+                "right_of_all": found.right,
+                "asked_of_all": found.asked,
+                **spread("accuracy", found.accuracy),
+                **spread("less_full", found.difference),
+                "fetched_share": found.fetched_share,
+            }
+            for name, found in results_of(result, Retrieval).items()
+            for cell in found.cells
+        ]
 
     def remarks(self, setting: AccuracySetting, rows: Sequence[Row]) -> list[str]:
         each = {row["system"]: row for row in rows}
@@ -60,9 +46,6 @@ class RetrievalMap(AccuracyFigure):
         ]
 
     def draw(self, canvas: Canvas, rows: Sequence[Row]) -> None:
-        from infinigen_kv_lab.figures.accuracy.drawing import colour_bar, heat_map
-        from infinigen_kv_lab.figures.drawing import name_axes
-
         systems = names(rows)
         lengths = sorted({row["length"] for row in rows})
         depths = sorted({row["depth"] for row in rows})
@@ -71,8 +54,7 @@ class RetrievalMap(AccuracyFigure):
         for axes, system in zip(panels.flat, systems, strict=False):
             cells = {
                 (row["depth"], row["length"]): (row["right"], row["asked"])
-                for row in rows
-                if row["system"] == system
+                for row in rows_with(rows, system=system)
             }
             grid = [[cells.get((depth, length)) for length in lengths] for depth in depths]
             image = heat_map(
@@ -82,13 +64,13 @@ class RetrievalMap(AccuracyFigure):
                 [f"{depth:g}" for depth in depths],
                 cells=[[f"{cell[0]}/{cell[1]}" if cell else "" for cell in row] for row in grid],
             )
-            total = next(row for row in rows if row["system"] == system)
+            total = rows_with(rows, system=system)[0]
             right = f"{system}: {total['right_of_all']} of {total['asked_of_all']}"
             title = f"{right}{interval(total, 'accuracy')}"
             name_axes(axes, "context (tokens, nominal)", "depth", title=title)
         for axes in panels.flat[len(systems) :]:
             axes.set_visible(False)
-        colour_bar(canvas, image, list(panels[:, -1]), "share of right answers")
+        canvas.colour_bar(image, list(panels[:, -1]), "share of right answers")
 
 
 class Passkey(RetrievalMap):
@@ -100,9 +82,9 @@ class Passkey(RetrievalMap):
         "are left out."
     )
 
-    def trials(self, setting: AccuracySetting) -> list[Trial]:
-        scale = setting.scale
-        return [setting.trial("passkey", COMPARED, TaskOptions(), scale.passkeys, budget=SHARE)]
+    def cases(self, setting: AccuracySetting) -> Cases:
+        samples = setting.scale.passkeys
+        return [({}, evaluation("passkey", COMPARED, TaskOptions(), samples, budget=SHARE))]
 
 
 class Needles(RetrievalMap):
@@ -114,9 +96,9 @@ class Needles(RetrievalMap):
         "questions."
     )
 
-    def trials(self, setting: AccuracySetting) -> list[Trial]:
+    def cases(self, setting: AccuracySetting) -> Cases:
         scale = setting.scale
         options = TaskOptions(
             lengths=scale.needle_lengths, repeats=scale.needle_repeats, text=setting.text
         )
-        return [setting.trial("needles", COMPARED, options, None, budget=SHARE)]
+        return [({}, evaluation("needles", COMPARED, options, None, budget=SHARE))]

@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from infinigen_kv_lab.evals.reading import FULL
 from infinigen_kv_lab.evals.similarity import TENSORS, Similarity
-from infinigen_kv_lab.figures.accuracy.definition import (
-    AccuracyFigure,
-    AccuracySetting,
-    Found,
-    interval,
-    results_of,
-    spread,
-)
-from infinigen_kv_lab.figures.accuracy.looks import look
-from infinigen_kv_lab.figures.accuracy.trial import Trial
-from infinigen_kv_lab.figures.definition import Row
+from infinigen_kv_lab.figures.accuracy.evaluation import Points
+from infinigen_kv_lab.figures.accuracy.figure import AccuracyFigure, Cases, results_of
+from infinigen_kv_lab.figures.accuracy.setting import AccuracySetting
+from infinigen_kv_lab.figures.drawing import Canvas, name_axes, whole_numbers
+from infinigen_kv_lab.figures.rows import Row, interval, spread
 
-if TYPE_CHECKING:
-    from infinigen_kv_lab.figures.drawing import Canvas
-
-SHOWN: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {
-        "block_input": ("input of the block", "infinigen"),
-        "attention_input": ("input of the attention, after its norm", "infinigen-paper"),
-        "attention_output": ("output of the attention", "h2o"),
-        "feed_forward_output": ("output of the feed-forward", "streaming-llm"),
-    }
-)
+SHOWN = {
+    "block_input": ("input of the block", "infinigen"),
+    "attention_input": ("input of the attention, after its norm", "infinigen-paper"),
+    "attention_output": ("output of the attention", "h2o"),
+    "feed_forward_output": ("output of the feed-forward", "streaming-llm"),
+}
 """By tensor: its label, and the system whose look its line has."""
 
 
@@ -45,20 +32,17 @@ class SimilarityTable(AccuracyFigure):
         "rehearsal reads."
     )
 
-    def trials(self, setting: AccuracySetting) -> list[Trial]:
-        return [look(setting, "similarity")]
+    def cases(self, setting: AccuracySetting) -> Cases:
+        return [({}, setting.look("similarity"))]
 
-    def rows(self, setting: AccuracySetting, found: Found) -> list[Row]:
-        (trial,) = self.trials(setting)
-        result = results_of(found, trial, Similarity).get(FULL)
-        if result is None:
-            return []
+    def rows_of(self, result: Points) -> list[Row]:
+        found = results_of(result, Similarity)[FULL]
         means: Row = {}
         for name in TENSORS:
-            means |= spread(f"mean_{name}", getattr(result, name).mean)
+            means |= spread(f"mean_{name}", getattr(found, name).mean)
         return [
-            {"layer": layer, **{name: getattr(result, name).values[at] for name in TENSORS}} | means
-            for at, layer in enumerate(result.layers)
+            {"layer": layer, **{name: getattr(found, name).values[at] for name in TENSORS}} | means
+            for at, layer in enumerate(found.layers)
         ]
 
     def remarks(self, setting: AccuracySetting, rows: Sequence[Row]) -> list[str]:
@@ -70,13 +54,10 @@ class SimilarityTable(AccuracyFigure):
         return [f"Means over layers: {', '.join(means)}."]
 
     def draw(self, canvas: Canvas, rows: Sequence[Row]) -> None:
-        from infinigen_kv_lab.figures.drawing import name_axes
-
         axes = canvas.panels()[0][0]
-        layers = [row["layer"] for row in rows]
-        for name, (label, system) in SHOWN.items():
-            canvas.line(axes, system, layers, [row[name] for row in rows], label)
+        for name, (label, look) in SHOWN.items():
+            canvas.curve(axes, rows, "layer", name, look=look, label=label)
         axes.set_ylim(min(0.0, axes.get_ylim()[0]), 1.02)
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        whole_numbers(axes)
         name_axes(axes, "layer", "cosine similarity with the layer before")
         canvas.legend(axes, columns=2)

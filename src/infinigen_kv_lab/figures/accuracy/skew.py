@@ -2,41 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from infinigen_kv_lab.evals.perplexity import Perplexity
 from infinigen_kv_lab.evals.run import Point
-from infinigen_kv_lab.figures.accuracy.definition import (
-    SHARE,
-    AccuracyFigure,
-    AccuracySetting,
-    Found,
-    interval,
-    spread,
-)
-from infinigen_kv_lab.figures.accuracy.equal_share import at_share, settings_at
-from infinigen_kv_lab.figures.accuracy.few_shot import (
-    TASKS,
-    accuracy_of,
-    fetched_percent,
-    few_shot_options,
-)
-from infinigen_kv_lab.figures.accuracy.trial import Trial
-from infinigen_kv_lab.figures.definition import Row, names
+from infinigen_kv_lab.figures.accuracy.evaluation import Points
+from infinigen_kv_lab.figures.accuracy.few_shot import TASKS, accuracy_of, fetched_percent
+from infinigen_kv_lab.figures.accuracy.figure import AccuracyFigure, Cases
+from infinigen_kv_lab.figures.accuracy.setting import SHARE, AccuracySetting, settings_at
+from infinigen_kv_lab.figures.drawing import Canvas, log_axes, name_axes
+from infinigen_kv_lab.figures.rows import Row, interval, names, spread
 
-if TYPE_CHECKING:
-    from infinigen_kv_lab.figures.drawing import Canvas
-
-VARIANTS: Mapping[str, tuple[str, bool, str]] = MappingProxyType(
-    {
-        "calibrated": ("infinigen", True, "infinigen"),
-        "paper's skew": ("infinigen-paper", True, "infinigen-paper"),
-        "no skew": ("infinigen-paper", False, "h2o"),
-    }
-)
+VARIANTS = {
+    "calibrated": ("infinigen", True, "infinigen"),
+    "paper's skew": ("infinigen-paper", True, "infinigen-paper"),
+    "no skew": ("infinigen-paper", False, "h2o"),
+}
 """By name: the policy, whether it skews, and the system whose look it has."""
+LOOKS = {variant: (variant, look) for variant, (_, _, look) in VARIANTS.items()}
 
 ACCURACY = "accuracy_percent"
 
@@ -53,33 +37,22 @@ class SkewAblation(AccuracyFigure):
         "Vertical lines are intervals."
     ).replace("%", " %")
 
-    def trials(self, setting: AccuracySetting) -> list[Trial]:
-        return [trial for _, trial in self._made(setting)]
-
-    @staticmethod
-    def _made(setting: AccuracySetting) -> list[tuple[str, Trial]]:
+    def cases(self, setting: AccuracySetting) -> Cases:
         scale = setting.scale
-        made = [
-            (variant, at_share(setting, policy, share, scale.sweep, skewed=skewed))
-            for share in scale.shares
-            for variant, (policy, skewed, _) in VARIANTS.items()
-        ]
-        options = few_shot_options(setting)
+        cases: Cases = []
+        for share in scale.shares:
+            for variant, (policy, skewed, _) in VARIANTS.items():
+                text = setting.at_share(policy, share, scale.sweep, skewed=skewed)
+                cases.append(({"task": text.task, "system": variant}, text))
         for task in TASKS:
             for variant, (policy, skewed, _) in VARIANTS.items():
                 own = settings_at(policy, SHARE)
-                trial = setting.trial(
-                    task, (policy,), options, scale.documents, settings=own, skewed=skewed
-                )
-                made.append((variant, trial))
-        return made
+                documents = setting.few_shot(task, policy, settings=own, skewed=skewed)
+                cases.append(({"task": task, "system": variant}, documents))
+        return cases
 
-    def rows(self, setting: AccuracySetting, found: Found) -> list[Row]:
-        return [
-            {"task": trial.task, "system": variant, **_values(point)}
-            for variant, trial in self._made(setting)
-            for point in found.get(trial, {}).values()
-        ]
+    def rows_of(self, result: Points) -> list[Row]:
+        return [_values(point) for point in result.values()]
 
     def remarks(self, setting: AccuracySetting, rows: Sequence[Row]) -> list[str]:
         texts = [row for row in rows if row["kl"] is not None]
@@ -95,50 +68,33 @@ class SkewAblation(AccuracyFigure):
     def draw(self, canvas: Canvas, rows: Sequence[Row]) -> None:
         texts = [row for row in rows if row["ratio"] is not None]
         tasks = [row for row in rows if row[ACCURACY] is not None]
-        parts = [part for part, some in ((_draw_texts, texts), (_draw_tasks, tasks)) if some]
+        parts = [(part, some) for part, some in ((_texts, texts), (_tasks, tasks)) if some]
         panels = canvas.panels(len(parts), 2, height=1.2 + 3.4 * len(parts))
-        for part, some, pair in zip(
-            parts, [each for each in (texts, tasks) if each], panels, strict=True
-        ):
+        for (part, some), pair in zip(parts, panels, strict=True):
             part(canvas, pair, some)
         canvas.legend(*panels.flat)
 
 
-def _draw_texts(canvas: Canvas, pair: Any, rows: Sequence[Row]) -> None:
-    from infinigen_kv_lab.figures.accuracy.drawing import curve
-    from infinigen_kv_lab.figures.drawing import name_axes, plain_log
-
+def _texts(canvas: Canvas, pair: Any, rows: Sequence[Row]) -> None:
     labels = ("perplexity over the full cache's", "KL to the full cache (nats)")
     for axes, y, label in zip(pair, ("ratio", "kl"), labels, strict=True):
-        for variant in names(rows):
-            mine = [row for row in rows if row["system"] == variant]
-            look = VARIANTS[variant][2]
-            curve(canvas, axes, mine, "fetched_percent", y, look=look, label=variant)
-        axes.set_xscale("log")
-        axes.set_yscale("log")
+        canvas.curves(axes, rows, "fetched_percent", y, looks=LOOKS)
         axes.margins(y=0.08)
-        plain_log(axes.xaxis)
-        plain_log(axes.yaxis)
+        log_axes(axes, "xy")
         name_axes(axes, "cached tokens attended to (%)", label)
 
 
-def _draw_tasks(canvas: Canvas, pair: Any, rows: Sequence[Row]) -> None:
+def _tasks(canvas: Canvas, pair: Any, rows: Sequence[Row]) -> None:
     """Dots with intervals, over the width of both panels."""
-    from infinigen_kv_lab.figures.accuracy.drawing import curve
-    from infinigen_kv_lab.figures.drawing import name_axes
-
     wide, other = pair
     wide.set_subplotspec(wide.get_gridspec()[wide.get_subplotspec().rowspan.start, :])
     other.set_visible(False)
-    tasks = list(dict.fromkeys(row["task"] for row in rows))
-    for number, variant in enumerate(names(rows)):
-        mine = [
-            {**row, "place": tasks.index(row["task"]) + 0.2 * (number - 1)}
-            for row in rows
-            if row["system"] == variant
-        ]
-        look = VARIANTS[variant][2]
-        curve(canvas, wide, mine, "place", ACCURACY, look=look, label=variant, joined=False)
+    tasks, variants = names(rows, "task"), names(rows)
+    apart = [
+        {**row, "place": tasks.index(row["task"]) + 0.2 * (variants.index(row["system"]) - 1)}
+        for row in rows
+    ]
+    canvas.curves(wide, apart, "place", ACCURACY, looks=LOOKS, linestyle="")
     wide.set_xticks(range(len(tasks)), tasks)
     name_axes(wide, f"few-shot task, {100 * SHARE:g} % attended to", "accuracy (%)")
 

@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from infinigen_kv_lab.evals.reading import FULL
 from infinigen_kv_lab.evals.sparsity import FEW, MASS, Sparsity
-from infinigen_kv_lab.figures.accuracy.definition import (
-    AccuracyFigure,
-    AccuracySetting,
-    Found,
-    results_of,
-    spread,
-)
-from infinigen_kv_lab.figures.accuracy.looks import look_at_contexts
-from infinigen_kv_lab.figures.accuracy.trial import Trial
-from infinigen_kv_lab.figures.definition import Row
-
-if TYPE_CHECKING:
-    from infinigen_kv_lab.figures.drawing import Canvas
+from infinigen_kv_lab.figures.accuracy.evaluation import Points
+from infinigen_kv_lab.figures.accuracy.figure import AccuracyFigure, Cases, results_of
+from infinigen_kv_lab.figures.accuracy.setting import AccuracySetting
+from infinigen_kv_lab.figures.drawing import Canvas, log_axes, name_axes
+from infinigen_kv_lab.figures.rows import Row, names, rows_with, spread
 
 QUERIES, KEY = "queries", "key"
 
@@ -35,54 +26,39 @@ class SparseQueries(AccuracyFigure):
         "that nobody needed for long may come back, so that dropping it for good loses something."
     ).replace("%", " %")
 
-    def trials(self, setting: AccuracySetting) -> list[Trial]:
-        return [look_at_contexts(setting)]
+    def cases(self, setting: AccuracySetting) -> Cases:
+        return [({}, setting.look_at_contexts())]
 
-    def rows(self, setting: AccuracySetting, found: Found) -> list[Row]:
-        (trial,) = self.trials(setting)
-        result = results_of(found, trial, Sparsity).get(FULL)
-        if result is None:
-            return []
+    def rows_of(self, result: Points) -> list[Row]:
+        found = results_of(result, Sparsity)[FULL]
+        mean = f"mean of {len(found.layers)} layers"
         rows: list[Row] = [
-            _row(QUERIES, f"mean of {len(result.layers)} layers", each.length)
+            {"kind": QUERIES, "series": mean, "tokens": each.length}
             | spread("percent", each.few.mean, 100)
-            for each in result.lengths
+            for each in found.lengths
         ]
-        for track in result.tracks:
+        for track in found.tracks:
             label = f"{track.course}: token {track.key}, layer {track.layer}, head {track.head}"
             rows += [
-                {**_row(KEY, label, position), "percent": 100 * weight}
+                {"kind": KEY, "series": label, "tokens": position, **spread("percent", None)}
+                | {"percent": 100 * weight}
                 for position, weight in zip(track.positions, track.weights, strict=True)
             ]
         return rows
 
     def draw(self, canvas: Canvas, rows: Sequence[Row]) -> None:
-        from infinigen_kv_lab.figures.accuracy.drawing import curve
-        from infinigen_kv_lab.figures.drawing import log_ticks, name_axes
-
         shares, keys = canvas.panels(1, 2)[0]
-        lengths = [row for row in rows if row["kind"] == QUERIES]
+        lengths = rows_with(rows, kind=QUERIES)
         label = lengths[0]["series"]
-        curve(canvas, shares, lengths, "tokens", "percent", look="infinigen", label=label)
-        shares.set_xscale("log")
-        log_ticks(shares.xaxis, [row["tokens"] for row in lengths])
+        canvas.curve(shares, lengths, "tokens", "percent", look="infinigen", label=label)
+        log_axes(shares, "x", places=[row["tokens"] for row in lengths])
         shares.set_ylim(0, 100)
-        tracks = [row for row in rows if row["kind"] == KEY]
-        looks = ("ideal", "h2o", "infinigen-paper")
-        for series, look in zip(
-            dict.fromkeys(row["series"] for row in tracks), looks, strict=False
-        ):
-            mine = [row for row in tracks if row["series"] == series]
-            style = {**canvas.style(look), "marker": ""}
-            weights = [row["percent"] for row in mine]
-            keys.plot([row["tokens"] for row in mine], weights, label=series, **style)
+        tracks = names(rows_with(rows, kind=KEY), "series")
+        for track, look in zip(tracks, ("ideal", "h2o", "infinigen-paper"), strict=False):
+            mine = rows_with(rows, series=track)
+            canvas.curve(keys, mine, "tokens", "percent", look=look, label=track, marker="")
         keys.set_ylim(bottom=0)
         under = f"queries that need under {100 * FEW:g} % of them (%)"
         name_axes(shares, "context (tokens)", under)
         name_axes(keys, "position of the query (token)", "attention on the key (%)")
         canvas.legend(shares, keys, columns=2)
-
-
-def _row(kind: str, series: str, tokens: int) -> Row:
-    empty = dict.fromkeys(("percent", "percent_low", "percent_high"))
-    return {"kind": kind, "series": series, "tokens": tokens, **empty}

@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from infinigen_kv_lab.evals.reading import FULL
 from infinigen_kv_lab.evals.sparsity import MASS, Sparsity
-from infinigen_kv_lab.figures.accuracy.definition import (
-    AccuracyFigure,
-    AccuracySetting,
-    Found,
-    results_of,
-)
-from infinigen_kv_lab.figures.accuracy.looks import look_at_contexts
-from infinigen_kv_lab.figures.accuracy.trial import Trial
-from infinigen_kv_lab.figures.definition import Row
-
-if TYPE_CHECKING:
-    from infinigen_kv_lab.figures.drawing import Canvas
+from infinigen_kv_lab.figures.accuracy.evaluation import Points
+from infinigen_kv_lab.figures.accuracy.figure import AccuracyFigure, Cases, results_of
+from infinigen_kv_lab.figures.accuracy.setting import AccuracySetting
+from infinigen_kv_lab.figures.drawing import Canvas, name_axes, whole_numbers
+from infinigen_kv_lab.figures.rows import Row
 
 LONGEST = 2048  # tokens of context at most, as in the paper
-LATE = 0.6  # of the layers: where the later one of the two is taken
+LATER_LAYER = 0.6  # of the layers: where the later one of the two is taken
 
 
 class TokensNeeded(AccuracyFigure):
@@ -34,15 +26,12 @@ class TokensNeeded(AccuracyFigure):
         "budget for all of them fits none."
     )
 
-    def trials(self, setting: AccuracySetting) -> list[Trial]:
-        return [look_at_contexts(setting)]
+    def cases(self, setting: AccuracySetting) -> Cases:
+        return [({}, setting.look_at_contexts())]
 
-    def rows(self, setting: AccuracySetting, found: Found) -> list[Row]:
-        (trial,) = self.trials(setting)
-        result = results_of(found, trial, Sparsity).get(FULL)
-        if result is None:
-            return []
-        at_length = [each for each in result.lengths if each.length <= LONGEST] or result.lengths
+    def rows_of(self, result: Points) -> list[Row]:
+        found = results_of(result, Sparsity)[FULL]
+        at_length = [each for each in found.lengths if each.length <= LONGEST] or found.lengths
         context = at_length[-1]
         return [
             {
@@ -52,19 +41,16 @@ class TokensNeeded(AccuracyFigure):
                 "share_needed": context.needed_share.values[at],
                 **{f"from_{2**low}": part for low, part in enumerate(context.histogram[at])},
             }
-            for at, layer in enumerate(result.layers)
+            for at, layer in enumerate(found.layers)
         ]
 
     def draw(self, canvas: Canvas, rows: Sequence[Row]) -> None:
-        from infinigen_kv_lab.figures.drawing import name_axes
-
         by_layer, spreads = canvas.panels(1, 2)[0]
-        layers = [row["layer"] for row in rows]
-        needed = [row["tokens_needed"] for row in rows]
-        canvas.line(by_layer, "infinigen", layers, needed, "mean of the layer")
+        label = "mean of the layer"
+        canvas.curve(by_layer, rows, "layer", "tokens_needed", look="infinigen", label=label)
         by_layer.set_ylim(bottom=0)
-        by_layer.xaxis.get_major_locator().set_params(integer=True)
-        chosen = [rows[0], rows[min(len(rows) - 1, round(LATE * len(rows)))]]
+        whole_numbers(by_layer)
+        chosen = [rows[0], rows[min(len(rows) - 1, round(LATER_LAYER * len(rows)))]]
         bins = [int(name.removeprefix("from_")) for name in rows[0] if name.startswith("from_")]
         looks = (("h2o", -0.2), ("infinigen", 0.2))
         for row, (look, shift) in zip(chosen, looks, strict=True):

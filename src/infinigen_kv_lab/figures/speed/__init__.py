@@ -1,0 +1,1 @@
+"""Speed figures: latency, throughput and bytes of every system, measured by the bench."""
