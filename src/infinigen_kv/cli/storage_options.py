@@ -95,7 +95,7 @@ class StorageOptions:
         values: dict[str, Any] = asdict(self)
         if self.evict != StorageOptions().evict and self.capacity is None:
             raise InputError(
-                f"--evict {self.evict!r} is not valid without --capacity, since nothing is evicted: "
+                f"--evict {self.evict!r} is not valid without --capacity: nothing is evicted then; "
                 "give a capacity, or leave it out"
             )
         for name in ("capacity", "resident"):
