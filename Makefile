@@ -107,7 +107,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed-base
 	@touch $(VENV)/.installed-demo $@
 
 clean:
-	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis infinigen-kv-demo*
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .numba_cache infinigen-kv-demo*
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean

@@ -3,9 +3,15 @@
 import importlib.util
 import os
 import random
+from pathlib import Path
 
 # Read when transformers is imported: no test reaches for the network.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Read when numba is. Two processes that keep compiled code in one folder at the same moment may
+# give one file to two kernels: numba reads its index, adds to it and writes it without a lock.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    kept = Path(os.environ.get("NUMBA_CACHE_DIR", Path(__file__).parent.parent / ".numba_cache"))
+    os.environ["NUMBA_CACHE_DIR"] = str(kept / os.environ["PYTEST_XDIST_WORKER"])
 
 import pytest
 import torch
