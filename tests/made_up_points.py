@@ -11,7 +11,7 @@ from infinigen_kv.config import InfiniGenConfig
 from infinigen_kv.policies.registry import POLICIES
 from infinigen_kv.storage.link import LinkSpec
 from infinigen_kv_lab.bench.peers import PEERS
-from infinigen_kv_lab.figures.speed.figure import SpeedFigure
+from infinigen_kv_lab.figures.figure import AnyFigure
 from infinigen_kv_lab.figures.speed.measurement import SpeedMeasurement
 from infinigen_kv_lab.figures.speed.setting import FULL_SCALE, SpeedScale, SpeedSetting
 
@@ -76,7 +76,7 @@ def result(point: SpeedMeasurement) -> dict[str, Any]:
     }
 
 
-def found(figure: SpeedFigure, made: SpeedSetting) -> dict[SpeedMeasurement, dict[str, Any]]:
+def found(figure: AnyFigure, made: SpeedSetting) -> dict[SpeedMeasurement, dict[str, Any]]:
     return {each: result(each) for each in figure.measurements(made)}
 
 

@@ -328,8 +328,9 @@ def test_facade_generates_what_the_model_does(facade: LanguageModel) -> None:
 @pytest.mark.parametrize("name", ["cache", "past_key_values", "cache_implementation"])
 def test_facade_refuses_another_cache(facade: LanguageModel, name: str) -> None:
     another = "static" if name == "cache_implementation" else DynamicCache()
+    given: dict[str, Any] = {name: another}
     with pytest.raises(InputError, match=f"{name} is not valid"):
-        facade.generate("5 6 7", max_new_tokens=2, **{name: another})
+        facade.generate("5 6 7", max_new_tokens=2, **given)
 
 
 @pytest.mark.parametrize(("prompt", "new"), [(500, 13), (513, 1), (1, 512)])

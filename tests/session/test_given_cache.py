@@ -55,7 +55,7 @@ def preparing(model: PreTrainedModel, replaced: Callable[[Tensor, Any], Any]) ->
     return model
 
 
-def generate(model: PreTrainedModel, ids: Tensor, cache: Any, **options: Any) -> Tensor:
+def generate(model: Any, ids: Tensor, cache: Any, **options: Any) -> Tensor:
     found: Tensor = model.generate(
         ids, **{cache_argument(model): cache, "do_sample": False, "max_new_tokens": 12, **options}
     )

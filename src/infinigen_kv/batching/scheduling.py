@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,8 +22,9 @@ class BatchMaker(Protocol):
 
     model: PreTrainedModel
 
-    def new_batch(self, *, tokens: int, rows: int, **options: Any) -> InfiniGenBatch:
-        """As `Session.new_batch`."""
+    @property
+    def new_batch(self) -> Callable[..., InfiniGenBatch]:
+        """`Session.new_batch`, with whatever options the session has."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -200,7 +200,7 @@ class Weights(Figure[WeighingSetting, Weighing, float]):
 
 class WeighingRig(MeasurementRig[WeighingSetting, Weighing, float]):
     figure_set = "weights"
-    device = torch.device("cpu")  # type: ignore[assignment]
+    device = torch.device("cpu")
 
     def missing(self, measurement: Weighing) -> float:
         if measurement.label == "air":

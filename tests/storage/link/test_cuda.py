@@ -391,7 +391,7 @@ def test_late_streams_change_nothing(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    folder = {"home_dir": tmp_path} if SETTINGS[name].get("home") == "disk" else {}
+    folder: Any = {"home_dir": tmp_path} if SETTINGS[name].get("home") == "disk" else {}
     storage = StorageConfig(**SETTINGS[name], resident_layers=(), gather=gather, **folder)
     with attach(*llama, selecting()) as session:
         # as on a CUDA device, `resident` is not 0 or everything is moved: never the local pool
