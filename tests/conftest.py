@@ -1,5 +1,7 @@
 """Settings and fixtures of all tests."""
 
+from __future__ import annotations
+
 import importlib.util
 import os
 import random
