@@ -1,15 +1,49 @@
-"""Files that are whole or not there at all, folders that can be written to, and strict JSON."""
+"""Files that are whole or not there at all, folders (the user's cache too), and strict JSON."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import platformdirs
+
 from infinigen_kv.errors import InputError
+
+CACHE_VARIABLE = "INFINIGEN_KV_CACHE"  # names the folder of `cache_dir`
+
+
+def cache_dir() -> Path:
+    """Folder for what is computed once (converted models, calibrations), made with mode 0700.
+
+    Returns
+    -------
+    Path
+        ``$INFINIGEN_KV_CACHE`` where that is set and not empty, else the platform's cache folder.
+
+    Raises
+    ------
+    InputError
+        The folder cannot be created.
+    """
+    chosen = os.environ.get(CACHE_VARIABLE, "")
+    try:
+        path = (
+            Path(chosen).expanduser().absolute()
+            if chosen
+            else platformdirs.user_cache_path("infinigen-kv", appauthor=False)
+        )
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except (OSError, RuntimeError) as error:  # RuntimeError: "~" without a home folder
+        raise InputError(
+            f"the cache folder cannot be created ({error}): "
+            f"set {CACHE_VARIABLE} to a folder that can be written"
+        ) from error
+    return path
 
 
 def writable_folder(folder: Path, *, option: str = "") -> None:

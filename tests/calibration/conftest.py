@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from infinigen_kv.paths import CACHE_VARIABLE
+from infinigen_kv.files import CACHE_VARIABLE
 from tiny import VOCABULARY
 
 SPECIAL = 3  # ids below are padding and the like

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from infinigen_kv.errors import InputError
+from infinigen_kv.files import CACHE_VARIABLE
 from infinigen_kv.models import gguf as conversion
 from infinigen_kv.models.gguf import MANIFEST, convert_gguf, converted_folder
-from infinigen_kv.paths import CACHE_VARIABLE
 from waiting import PATIENCE
 
 

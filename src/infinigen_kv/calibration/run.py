@@ -25,10 +25,10 @@ from infinigen_kv.calibration.replacing import current
 from infinigen_kv.calibration.texts import calibration_texts
 from infinigen_kv.checks import check_integer
 from infinigen_kv.errors import CalibrationError, InfiniGenError, InputError
+from infinigen_kv.files import cache_dir
 from infinigen_kv.models.adapters import adapter_for
 from infinigen_kv.models.adapters.base import Adapter
 from infinigen_kv.models.soundness import check_known, check_weights
-from infinigen_kv.paths import cache_dir
 from infinigen_kv.progress import Progress, no_progress
 from infinigen_kv.rehearsal.predictor import fit_correction
 from infinigen_kv.rehearsal.skew import skew_matrix

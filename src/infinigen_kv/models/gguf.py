@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from infinigen_kv.errors import InputError
-from infinigen_kv.paths import CACHE_VARIABLE, cache_dir
+from infinigen_kv.files import CACHE_VARIABLE, cache_dir
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from infinigen_kv_lab.figures.drawing import RED
+from infinigen_kv_lab.figures.styles import RED
 
 WIDTH, HEIGHT = 840, 170  # of a chart's view box
 LEFT, RIGHT, TOP, BOTTOM = 52, 6, 8, 22  # margins

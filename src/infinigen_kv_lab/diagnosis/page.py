@@ -11,8 +11,9 @@ from infinigen_kv_lab.diagnosis.charts import Series, chart, heat_map
 from infinigen_kv_lab.diagnosis.evidence import LayerEvidence
 from infinigen_kv_lab.diagnosis.measure import Diagnosis
 from infinigen_kv_lab.diagnosis.wording import percent
-from infinigen_kv_lab.figures.drawing import BLACK, BLUE, GREEN, ORANGE, RED, require_matplotlib
+from infinigen_kv_lab.figures.drawing import require_matplotlib
 from infinigen_kv_lab.figures.page import require_jinja2
+from infinigen_kv_lab.figures.styles import BLACK, BLUE, GREEN, ORANGE, RED
 
 if TYPE_CHECKING:
     from markupsafe import Markup

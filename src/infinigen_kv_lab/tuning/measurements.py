@@ -17,9 +17,8 @@ from transformers import PreTrainedModel
 
 from infinigen_kv.calibration.artefact import Calibration
 from infinigen_kv.calibration.fingerprint import digest, model_digest
-from infinigen_kv.files import plain
+from infinigen_kv.files import cache_dir, plain
 from infinigen_kv.kernels.finding import find_kernels
-from infinigen_kv.paths import cache_dir
 from infinigen_kv_lab.points import PointKey, PointStore
 from infinigen_kv_lab.tuning.windows import Window
 

@@ -9,8 +9,9 @@ from infinigen_kv.storage.homes.slots import Eviction
 from infinigen_kv_lab.evals.perplexity import Perplexity
 from infinigen_kv_lab.figures.accuracy.figure import AccuracyFigure, Cases, Results, results_of
 from infinigen_kv_lab.figures.accuracy.setting import TEXT, AccuracySetting
-from infinigen_kv_lab.figures.drawing import PAPER, Canvas, log_axes, name_axes
+from infinigen_kv_lab.figures.drawing import Canvas, log_axes, name_axes
 from infinigen_kv_lab.figures.rows import Row, interval, names, rows_with, spread
+from infinigen_kv_lab.figures.styles import PAPER
 
 POLICY = "infinigen"
 EVICTIONS: tuple[Eviction, ...] = ("counter", "lru", "fifo")

@@ -10,8 +10,9 @@ from infinigen_kv_lab.evals.perplexity import Perplexity
 from infinigen_kv_lab.figures.accuracy.evaluation import Points
 from infinigen_kv_lab.figures.accuracy.figure import AccuracyFigure, Cases, results_of
 from infinigen_kv_lab.figures.accuracy.setting import SHARE, TEXT, AccuracySetting
-from infinigen_kv_lab.figures.drawing import GREY, Canvas, log_axes, name_axes
+from infinigen_kv_lab.figures.drawing import Canvas, log_axes, name_axes
 from infinigen_kv_lab.figures.rows import Row, spread
+from infinigen_kv_lab.figures.styles import GREY
 
 POLICIES = ("infinigen", "infinigen-paper", "h2o", "stream")
 EXACT = 1e-7  # nats; below it a system is as good as the full cache

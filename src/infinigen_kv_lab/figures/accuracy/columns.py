@@ -9,8 +9,9 @@ from infinigen_kv_lab.evals.skewing import SERIES, TOP, Skewing
 from infinigen_kv_lab.figures.accuracy.evaluation import Points
 from infinigen_kv_lab.figures.accuracy.figure import AccuracyFigure, Cases, results_of
 from infinigen_kv_lab.figures.accuracy.setting import AccuracySetting
-from infinigen_kv_lab.figures.drawing import GREY, Canvas, name_axes, whole_numbers
+from infinigen_kv_lab.figures.drawing import Canvas, name_axes, whole_numbers
 from infinigen_kv_lab.figures.rows import Row
+from infinigen_kv_lab.figures.styles import GREY
 
 LOOKS = {
     "query": ("query", "infinigen-paper"),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from infinigen_kv_lab.figures.drawing import PAPER, Canvas, log_axes, name_axes
+from infinigen_kv_lab.figures.drawing import Canvas, log_axes, name_axes
 from infinigen_kv_lab.figures.rows import Row, series
 from infinigen_kv_lab.figures.speed.figure import Cases, SpeedFigure, systems
 from infinigen_kv_lab.figures.speed.setting import SpeedSetting
+from infinigen_kv_lab.figures.styles import PAPER
 from infinigen_kv_lab.points import Result
 
 OVER_H2O = (1.63, 3.00)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from infinigen_kv_lab.bench.run import RECORDED, WARM_UP
-from infinigen_kv_lab.figures.drawing import PAPER, Canvas, level, log_axes, name_axes
+from infinigen_kv_lab.figures.drawing import Canvas, level, log_axes, name_axes
 from infinigen_kv_lab.figures.rows import Row, rows_with, series
 from infinigen_kv_lab.figures.speed.figure import Cases, SpeedFigure, systems
 from infinigen_kv_lab.figures.speed.setting import COMPARED, SpeedSetting
+from infinigen_kv_lab.figures.styles import PAPER
 from infinigen_kv_lab.points import Result
 
 PAPER_TOKENS = {512: 37, 1024: 60, 1536: 66, 2048: 73}

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from infinigen_kv_lab.figures.drawing import BLUE, Canvas, log_axes, name_axes
+from infinigen_kv_lab.figures.drawing import Canvas, log_axes, name_axes
 from infinigen_kv_lab.figures.rows import Row, names
 from infinigen_kv_lab.figures.speed.figure import Cases, Results, SpeedFigure, one_system
 from infinigen_kv_lab.figures.speed.peer_results import ACCURACY, PeerResults
 from infinigen_kv_lab.figures.speed.setting import SpeedSetting
+from infinigen_kv_lab.figures.styles import BLUE
 
 BUDGETED = ("h2o", "scissorhands", "streaming-llm", "quest")
 FIXED = ("stream", "stream-int8", "stream-int4", "paging", "paging-h2o")

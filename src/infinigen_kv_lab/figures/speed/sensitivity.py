@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from infinigen_kv.config import InfiniGenConfig
-from infinigen_kv_lab.figures.drawing import BLUE, GREEN, RED, Canvas, log_axes, upright
+from infinigen_kv_lab.figures.drawing import Canvas, log_axes, upright
 from infinigen_kv_lab.figures.rows import Row, rows_with
 from infinigen_kv_lab.figures.speed.figure import Cases, Results, SpeedFigure, one_system
 from infinigen_kv_lab.figures.speed.measurement import SpeedMeasurement
 from infinigen_kv_lab.figures.speed.setting import SpeedSetting
+from infinigen_kv_lab.figures.styles import BLUE, GREEN, RED
 
 PAPER_CHOICE = {"alpha": 4.0, "partial_ratio": 0.3}
 """Of the paper, for OPT."""

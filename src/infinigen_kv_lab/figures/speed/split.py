@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from infinigen_kv_lab.bench.run import IDEAL
-from infinigen_kv_lab.figures.drawing import BLUE, ORANGE, RED, SKY, Canvas, marks, name_axes
+from infinigen_kv_lab.figures.drawing import Canvas, marks, name_axes
 from infinigen_kv_lab.figures.rows import Row
 from infinigen_kv_lab.figures.speed.figure import Cases, SpeedFigure
 from infinigen_kv_lab.figures.speed.latency import PAPER_BLOCK
 from infinigen_kv_lab.figures.speed.setting import SpeedSetting
+from infinigen_kv_lab.figures.styles import BLUE, ORANGE, RED, SKY
 from infinigen_kv_lab.points import Result
 
 POLICIES = (IDEAL, "stream", "stream-int4", "h2o", "infinigen-paper", "infinigen")

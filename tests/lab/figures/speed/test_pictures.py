@@ -11,10 +11,11 @@ from matplotlib.image import imread
 import made_up_points as made_up
 from infinigen_kv.policies.registry import POLICIES
 from infinigen_kv_lab.figures.catalogue import figures_of
-from infinigen_kv_lab.figures.drawing import DPI, STYLES, WIDTH, Canvas, brief
+from infinigen_kv_lab.figures.drawing import DPI, WIDTH, Canvas, brief
 from infinigen_kv_lab.figures.speed.figure import SpeedFigure
 from infinigen_kv_lab.figures.speed.peer_results import PeerResults
 from infinigen_kv_lab.figures.speed.setting import FULL_SCALE, QUICK_SCALE
+from infinigen_kv_lab.figures.styles import STYLES
 from legible import check_legible, texts
 
 FIGURES = figures_of("speed")

@@ -5,7 +5,7 @@ import platformdirs
 import pytest
 
 from infinigen_kv.errors import InputError
-from infinigen_kv.paths import CACHE_VARIABLE, cache_dir
+from infinigen_kv.files import CACHE_VARIABLE, cache_dir
 
 
 def test_the_variable_names_the_folder_and_only_the_user_may_enter(
