@@ -13,6 +13,7 @@ ENGINE = Path(infinigen_kv.__file__).parent
 LABORATORY = Path(infinigen_kv_lab.__file__).parent
 MOST_ROOT_MODULES = 8
 MOST_LINES = 350
+MOST_COLUMNS = 120  # of the documentation
 
 
 def modules(folder: Path) -> list[Path]:
@@ -48,3 +49,10 @@ def test_each_folder_of_modules_is_a_package(package: Path) -> None:
     """What hatchling puts into the wheel is then found by every tool."""
     held = {path.parent for path in package.rglob("*.py")}
     assert {folder for folder in held if not (folder / "__init__.py").is_file()} == set()
+
+
+def test_the_documentation_fits_a_terminal() -> None:
+    root = Path(__file__).parents[1]
+    pages = [*root.glob("*.md"), *(root / "docs").rglob("*.md")]
+    lines = [(page.name, line) for page in pages for line in page.read_text("utf-8").splitlines()]
+    assert lines and [line for line in lines if len(line[1]) > MOST_COLUMNS] == []
