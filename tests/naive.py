@@ -151,7 +151,7 @@ class NaiveSelection:
         for margin, each in zip(margins, order, strict=True):
             if each[count - 1] not in kept and count < cached:
                 # Each query head of a group puts its own best token at exactly 0, so a count below
-                # kept + G leaves a choice that the method does not settle.
+                # kept + G leaves a choice to the group's sums, which this loop does not follow.
                 cut = margin[each[count - 1]] - margin[each[count]]
                 assert cut > 1e-5, "a tie at the cut: the result is not determined, change the test"
         return [set(each[:count]) for each in order]

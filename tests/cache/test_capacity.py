@@ -440,6 +440,28 @@ def test_rows_evict_on_their_own(llama: tuple[Any, Calibration], evict: Eviction
             assert_close(together[row], alone[0], **CLOSE)
 
 
+@pytest.mark.parametrize("resident", [0, 0.5])
+@pytest.mark.parametrize("min_context", [24, 48])
+@pytest.mark.parametrize("evict", EVICTIONS)
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_a_padded_row_evicts_as_it_does_alone(
+    family: str, evict: Eviction, min_context: int, resident: float
+) -> None:
+    """Also one that drops only padding when its prompt is read, one of fewer tokens than the pool
+    is told will be wanted, and one that is still exact while its neighbours select.
+    """
+    prompt, length, capacity = 100, 190, 60
+    model = tiny.TINY[family](max_position_embeddings=256)
+    ids, mask = left_padded(tokens(4, length), (64, 0, 90, 32))
+    with attach(model, calibrate_tiny(model), selecting(min_context=min_context)) as session:
+        cache = limited(session, capacity, evict, resident=resident)
+        together = run(model, cache, ids, mask, prompt=prompt)
+        for row, padding in enumerate((64, 0, 90, 32)):
+            one = limited(session, capacity, evict, resident=resident)
+            alone = run(model, one, ids[row : row + 1, padding:], prompt=prompt - padding)
+            assert_close(together[row, padding:], alone[0], atol=1e-3, rtol=1e-3)
+
+
 @pytest.mark.parametrize("evict", EVICTIONS)
 def test_rows_are_reordered_after_evictions(
     llama: tuple[Any, Calibration], evict: Eviction

@@ -48,8 +48,14 @@ def fixed(allowed: Tensor | None, kept: Tensor, most: int) -> Any:
 
 
 def naive_margin(scores: Sequence[Sequence[float]]) -> list[float]:
-    """Of ``scores`` by query head and token."""
-    return [max(head[token] - max(head) for head in scores) for token in range(len(scores[0]))]
+    """Of ``scores`` by query head and token; the best tokens of a head by their sum over a group,
+    so little that they stay above the others.
+    """
+    margins = []
+    for token in range(len(scores[0])):
+        behind = [head[token] - max(head) for head in scores]
+        margins.append(max(behind) or max(-1e-3, sum(behind) / 2**20))
+    return margins
 
 
 def test_group_margin_equals_a_loop() -> None:
@@ -65,7 +71,18 @@ def test_group_margin_equals_a_loop() -> None:
 def test_every_query_head_ranks_on_its_own_scale() -> None:
     """A head with large scores must not drown the favourite of one with small scores."""
     scores = torch.tensor([[100.0, 90.0, 80.0], [0.1, 0.0, 0.3]]).view(1, 1, 2, 1, 3)
-    assert group_margin(scores).flatten().tolist() == pytest.approx([0.0, -0.3, 0.0])
+    assert group_margin(scores).flatten().tolist() == pytest.approx([0.0, -0.3, 0.0], abs=1e-4)
+
+
+def test_best_tokens_of_a_group_come_in_an_order_that_their_places_do_not_change() -> None:
+    """Each query head has its own best token, all of them as good: fewer places than heads."""
+    scores = torch.tensor([[5.0, 1.0, 0.0, 2.0], [0.0, 6.0, 4.0, 1.0], [-9.0, 3.0, 4.0, 0.0]])
+    order = torch.tensor([2, 3, 0, 1])
+    for count, expected in ((1, {1}), (2, {1, 2}), (3, {0, 1, 2})):
+        for places in (torch.arange(4), order):
+            margin = group_margin(scores[:, places].view(1, 1, 3, 1, 4))
+            chosen = top_entries(margin, torch.tensor([[count]])).index.flatten()
+            assert set(places[chosen].tolist()) == expected
 
 
 def test_margin_of_one_query_head_is_the_distance_to_its_best() -> None:

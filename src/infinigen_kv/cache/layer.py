@@ -13,6 +13,7 @@ from transformers.cache_utils import CacheLayerMixin
 from infinigen_kv.attention.dense import decode_weights, dense_attention, grouped_scores
 from infinigen_kv.cache.gradients import without_gradient
 from infinigen_kv.cache.masks import mask_of_held, mask_of_no_tail, mask_of_selection
+from infinigen_kv.cache.prompt_hint import hint_of_prompt
 from infinigen_kv.errors import CacheStateError, HomeError
 from infinigen_kv.kernels.base import Kernels
 from infinigen_kv.policies.base import Policy
@@ -87,7 +88,7 @@ class OffloadedLayer(CacheLayerMixin):
         selection = policy.plan(step, pool) if query is None else policy.rehearse(query, step, pool)
         if selection is not None:
             self._chosen = selection
-            pool.prefetch(selection)
+            pool.prefetch(selection, step.selecting_rows)
         elif step.queries == 1 and not policy.late:
             pool.prefetch_all()
 
@@ -161,7 +162,7 @@ class OffloadedLayer(CacheLayerMixin):
         if self.policy.late and step.selecting and step.queries == 1:
             self._chosen = self.policy.choose_late(query, step, pool)
             if self._chosen is not None:
-                pool.prefetch(self._chosen)
+                pool.prefetch(self._chosen, step.selecting_rows)
         if self._chosen is not None:
             return self._attend_selected(query, keys, values, scaling, softcap)
         return self._attend_all(query, keys, values, mask, scaling, softcap)
@@ -242,7 +243,7 @@ class OffloadedLayer(CacheLayerMixin):
             )
             self.policy.attended(weights, None, step)
         if step.may_end_prompt and pool.room:
-            self._warm(query, all_keys, all_values, step, slots)
+            hint_of_prompt(self.policy, pool, step, query, all_keys, all_values, slots)
         return output
 
     def _extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -252,17 +253,6 @@ class OffloadedLayer(CacheLayerMixin):
         if keys.requires_grad or values.requires_grad:  # there are no others, see `attend`
             return keys, values, entries[2]
         return entries
-
-    def _warm(
-        self, query: Tensor, keys: Tensor, values: Tensor, step: Step, slots: Tensor | None
-    ) -> None:
-        """A prompt's KV passes through the device: tell the pool what will be wanted soon."""
-        assert self.pool is not None
-        if slots is not None and (step.start > 0 or bool((slots < 0).any())):
-            return  # tokens and slots have parted
-        likely = self.policy.likely(self.pool.room, query, keys, step)
-        if likely is not None:
-            self.pool.warm(likely, keys, values)
 
     # The interface of a Transformers cache layer.
 

@@ -11,6 +11,8 @@ from torch import Tensor
 from infinigen_kv.attention.dense import grouped_scores
 from infinigen_kv.errors import InfiniGenError
 
+TIE_SHARE = 2.0**-20  # of what a best token lacks in the other queries of its group
+TIE_LIMIT = 1e-3  # no token comes further behind for that
 LAST_QUERIES = 16  # of a prompt; they tell best what the first steps will want
 
 UNSOUND = (
@@ -83,7 +85,9 @@ def group_margin(scores: Tensor) -> Tensor:
     """How close a token comes to the best one of the query head that likes it most.
 
     A KV head serves G query heads, each with a scale of its own, so tokens are ranked by the
-    largest of (score - that query's highest score).
+    largest of (score - that query's highest score). The best tokens of the G queries, which would
+    all be at 0, come in the order of what the whole group thinks of them: with fewer places than
+    such tokens the choice is then not left to the order in which they lie.
 
     Parameters
     ----------
@@ -96,7 +100,11 @@ def group_margin(scores: Tensor) -> Tensor:
         ``(B, H_kv, Q, S)``, at most 0.
     """
     margin = scores - scores.amax(dim=-1, keepdim=True)
-    return margin.amax(dim=2) if scores.shape[2] > 1 else margin.squeeze(2)
+    if scores.shape[2] == 1:
+        return margin.squeeze(2)
+    largest = margin.amax(dim=2)
+    behind = (margin.sum(dim=2) * TIE_SHARE).clamp_min(-TIE_LIMIT)
+    return largest.where(largest < 0, behind)
 
 
 def choose(scores: Tensor, candidates: Candidates, alpha: float) -> Selection:
@@ -166,7 +174,8 @@ def likely_tokens(
     scaling: float,
     softcap: float | None,
 ) -> Tensor:
-    """At most ``count`` tokens ``(B, H_kv, n)`` that a prompt's last queries like best.
+    """At most ``count`` tokens ``(B, H_kv, n)`` that a prompt's last queries like best; -1 where a
+    row has fewer.
 
     Parameters
     ----------
@@ -180,7 +189,8 @@ def likely_tokens(
         real = visible.to(scores.device)[:, None, None, None, :]
         scores = scores.masked_fill(~real, float("-inf"))
     wanted = group_margin(scores).amax(dim=2)  # (B, H_kv, T)
-    return wanted.topk(min(count, wanted.shape[2]), dim=2).indices
+    best = wanted.topk(min(count, wanted.shape[2]), dim=2)
+    return best.indices.masked_fill(best.values == float("-inf"), -1)
 
 
 def selection_mask(selection: Selection, tokens: int) -> Tensor:

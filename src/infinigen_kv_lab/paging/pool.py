@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -114,7 +115,7 @@ class PagingPool(Pool):
         self.append(keys, values)
         return all_keys, all_values, None
 
-    def prefetch(self, selection: Selection) -> None:
+    def prefetch(self, selection: Selection, rows: Sequence[bool] | None = None) -> None:
         """Only notes what is wanted: paging does not look ahead."""
         self._wanted = selection.index.squeeze(2).flatten(0, 1).cpu()  # (lines, n)
 

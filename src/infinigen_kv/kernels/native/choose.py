@@ -11,9 +11,11 @@ import numpy as np
 
 from infinigen_kv.kernels.native.numbers import NOTHING, compiled, partition, peak, widen
 from infinigen_kv.kernels.native.partial_keys import BLOCK, project, score_one
+from infinigen_kv.rehearsal import select
 
 FORBIDDEN, KEPT = np.uint8(0), np.uint8(2)
 NAN = np.float32(np.nan)
+TIE_SHARE, TIE_LIMIT = np.float32(select.TIE_SHARE), np.float32(select.TIE_LIMIT)
 
 
 @compiled
@@ -75,6 +77,8 @@ def choose(
         if marks.shape[0]:
             forbid(scores[job], marks[row], length)
         numbers = margin(scores[job], group, length, margins[job])
+        if group > 1:
+            rank_best(scores[job], group, length, margins[job])
         sound &= numbers or bounds[row, 1] == 0  # a row without any token has no scores
         if marks.shape[0]:
             keep_marked(margins[job], marks[row], length)
@@ -150,6 +154,20 @@ def margin(scores: Any, group: int, length: int, margins: Any) -> bool:
             for token in range(length):
                 found[token] = max(found[token], line[token] - top)
     return sound
+
+
+@compiled
+def rank_best(scores: Any, group: int, length: int, margins: Any) -> None:
+    """The order of those that are the best token of a query each."""
+    tops = np.empty(group, np.float32)
+    for each in range(group):
+        tops[each] = peak(scores[each, :length])
+    for token in range(length):
+        if margins[token] == 0:
+            total = np.float32(0)
+            for each in range(group):
+                total += scores[each, token] - tops[each]
+            margins[token] = max(total * TIE_SHARE, -TIE_LIMIT)
 
 
 @compiled

@@ -57,12 +57,17 @@ class RowSlots:
         """Slots of the next ``count`` tokens, ``(B, count)``; -1 where one is dropped at once."""
         return torch.from_numpy(np.stack([each.add(count) for each in self._maps]))
 
-    def touch(self, slots: Tensor, meant: Tensor | None) -> None:
+    def touch(
+        self, slots: Tensor, meant: Tensor | None, rows: Sequence[bool] | None = None
+    ) -> None:
         """Note that a step fetched ``slots`` ``(B, H_kv, n)``.
 
-        ``meant`` ``(B, 1, n)`` says which of the columns count; None for all.
+        ``meant`` ``(B, 1 or H_kv, n)`` says which of the columns count; None for all. Only in
+        ``rows``, where they are given.
         """
         for row, slot_map in enumerate(self._maps):
+            if rows is not None and not rows[row]:
+                continue
             wanted = slots[row] if meant is None else slots[row][meant[row].expand_as(slots[row])]
             slot_map.touch(wanted.reshape(-1).cpu().numpy())
 

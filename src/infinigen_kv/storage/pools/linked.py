@@ -145,13 +145,13 @@ class LinkedPool(Pool):
             slots,
         )
 
-    def prefetch(self, selection: Selection) -> None:
+    def prefetch(self, selection: Selection, rows: Sequence[bool] | None = None) -> None:
         self.discard()
         slots = selection.index.squeeze(2)
         meant, wanted = selection.meant()
         self.lookups.wanted += wanted
         if self._slots is not None:
-            self._slots.touch(slots, meant)
+            self._slots.touch(slots, meant, rows)
         if self._resident is None or slots.shape[2] > self._resident.budget:
             self._fetch = self._start(slots, wanted)
             return
@@ -208,7 +208,7 @@ class LinkedPool(Pool):
 
     def warm(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         if self._slots is not None:  # so that the first victims are others
-            self._slots.touch(slots, None)
+            self._slots.touch(slots, slots >= 0)
             self._slots.remember()
         if self._budget == 0 or slots.shape[2] == 0:
             return

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from infinigen_kv.attention.entries import Entries
@@ -42,7 +44,7 @@ class LocalPool(Pool):
         self._home.append(keys, values)
         return *self._home.all(), None
 
-    def prefetch(self, selection: Selection) -> None:
+    def prefetch(self, selection: Selection, rows: Sequence[bool] | None = None) -> None:
         self._wanted = selection.index.squeeze(2)
 
     def collect(self) -> tuple[Tensor, Tensor]:

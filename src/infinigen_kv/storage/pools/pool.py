@@ -72,8 +72,12 @@ class Pool(ABC):
         """
 
     @abstractmethod
-    def prefetch(self, selection: Selection) -> None:
-        """Start to move a step's entries; ``selection.index`` ``(B, H_kv, 1, n)`` are slots."""
+    def prefetch(self, selection: Selection, rows: Sequence[bool] | None = None) -> None:
+        """Start to move a step's entries; ``selection.index`` ``(B, H_kv, 1, n)`` are slots.
+
+        Of others than ``rows``, where they are given, everything is moved, as alone: that is no
+        use of an entry.
+        """
 
     @abstractmethod
     def collect(self) -> tuple[Tensor, Tensor]:
@@ -97,9 +101,9 @@ class Pool(ABC):
         """Forget what the device keeps beside the home: a step may have left it half-written."""
 
     def warm(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """A hint that these slots ``(B, H_kv, n)``, best first, will be wanted soon.
+        """A hint that these slots ``(B, H_kv, n)``, best first, will be wanted soon; -1 for none.
 
-        ``keys`` and ``values`` ``(B, H_kv, T, D)`` are those of all slots, on the device.
+        ``keys`` and ``values`` ``(B, H_kv, n, D)`` are theirs, on the device.
         """
 
     @property

@@ -175,10 +175,10 @@ class ResidentSet:
         self._put(places, keys, values)
 
     def warm(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Start over with fetched entries of these slots ``(B, H_kv, n)``, the best first.
+        """Start over with entries of these slots ``(B, H_kv, n)``, the best first; -1 for none.
 
-        At most ``budget`` of them stay, and the worst go first. ``keys`` and ``values`` are those
-        of all slots in use, ``(B, H_kv, T, D)``.
+        At most ``budget`` of them stay, and the worst go first. ``keys`` and ``values`` are theirs,
+        ``(B, H_kv, n, D)``.
         """
         self._slot_of[..., : self.budget] = -1
         self._used.fill_(NEVER)
@@ -187,11 +187,13 @@ class ResidentSet:
         ring = torch.arange(self.budget, self.nobody, device=slots.device).expand_as(newest)
         self._set_place(newest, ring)
         slots = slots[..., : self.budget]
+        count = slots.shape[2]
         places = torch.arange(slots.shape[2], device=slots.device).expand_as(slots)
-        in_ring = self._place_of.gather(2, slots) != self.nobody
-        self._move_in(slots.masked_fill(in_ring, -1), places.masked_fill(in_ring, self.nobody))
-        self._used.scatter_(2, places, (-places).masked_fill(in_ring, NEVER))
-        self._put(places, _entries(keys, slots), _entries(values, slots))
+        skipped = self._place_of.gather(2, slots.clamp(min=0)) != self.nobody  # in the ring
+        skipped |= slots < 0
+        self._move_in(slots.masked_fill(skipped, -1), places.masked_fill(skipped, self.nobody))
+        self._used.scatter_(2, places, (-places).masked_fill(skipped, NEVER))
+        self._put(places, keys[:, :, :count], values[:, :, :count])
 
     def truncate(self, length: int) -> None:
         """Forget the slots from ``length`` on."""
@@ -243,12 +245,6 @@ def choose(slots: Tensor, chosen: Tensor, per_head: Tensor, most: int) -> tuple[
     columns = chosen.to(torch.uint8).topk(most, dim=2).indices
     real = torch.arange(most, device=slots.device) < per_head.unsqueeze(2)
     return slots.gather(2, columns), real
-
-
-def _entries(numbers: Tensor, slots: Tensor) -> Tensor:
-    """``numbers`` ``(B, H_kv, T, D)`` of slots ``(B, H_kv, n)``."""
-    rows, heads, _, dim = numbers.shape
-    return numbers.gather(2, slots.unsqueeze(-1).expand(rows, heads, -1, dim))
 
 
 def _numbers(shape: tuple[int, int, int], value: int, device: torch.device) -> Tensor:
