@@ -12,8 +12,7 @@ PYTEST_ARGS ?= -n auto --dist loadfile
 
 # The selection of tests that also runs on the bare wheel, without numba and all other extras.
 WHEEL_TESTS := tests/attention tests/batching/test_batch.py tests/session/test_families.py \
-  tests/session/test_generation_cases.py tests/kernels tests/cache/test_selection_engine.py \
-  tests/policies tests/storage/pools/test_resident.py tests/rehearsal
+  tests/kernels tests/cache/test_selection_engine.py tests/policies tests/storage/pools
 # Tests use more freedom than the package: what they import from a module that imports it itself,
 # comparisons with pytest.approx, functions called for what they do, values that must be there.
 MYPY_TESTS := --implicit-reexport --no-warn-unreachable --disable-error-code comparison-overlap \

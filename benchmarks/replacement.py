@@ -29,7 +29,7 @@ from infinigen_kv.calibration.texts import documentation_text
 from infinigen_kv.kernels.reference import TorchKernels
 from infinigen_kv.policies.infinigen import InfiniGenPolicy
 from infinigen_kv.rehearsal.partial_keys import PartialKeys
-from infinigen_kv.rehearsal.select import Candidates, Selection, choose, group_margin
+from infinigen_kv.rehearsal.select import Candidates, Selection, group_margin, select_tokens
 
 Trace = list[tuple[NDArray[np.int64], NDArray[np.float32]]]
 Score = Callable[["State"], NDArray[np.float64]]
@@ -124,7 +124,7 @@ class Watching(TorchKernels):
 
     margins: NDArray[np.float32]
 
-    def choose(
+    def select_tokens(
         self,
         query: Tensor,
         keys: PartialKeys,
@@ -137,7 +137,7 @@ class Watching(TorchKernels):
         """As `TorchKernels` does it."""
         scores = keys.scores(query, scaling, softcap)
         self.margins = group_margin(scores)[0, :, 0].numpy()
-        return choose(scores, candidates, alpha)
+        return select_tokens(scores, candidates, alpha)
 
 
 @torch.no_grad()

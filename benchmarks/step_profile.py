@@ -56,7 +56,7 @@ def watch(cache: InfiniGenCache, stopwatch: Stopwatch) -> None:
     """Time the engine's parts in this cache from now on."""
     kernels = cache.offloaded[0]._kernels
     for part, name in (
-        ("scores and selection", "choose"),
+        ("scores and selection", "select"),
         ("attention over the selection", "attend"),
         ("attention over everything", "attend_all"),
         ("partial keys of the new token", "append"),

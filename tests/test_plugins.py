@@ -27,12 +27,12 @@ from infinigen_kv.storage.home_kinds.base import HomeBytes, HomeKind, StoreHome
 from infinigen_kv.storage.homes.store import RamStore
 
 class Newest(Policy):
-    late = True
+    selects_at_layer = True
 
     def observe(self, query, keys, values, step, pool, slots):
         self.heads = keys.shape[1]
 
-    def choose_late(self, query, step, pool):
+    def select_at_layer(self, query, step, pool):
         newest = torch.arange(step.start - 8, step.start)
         return Selection(newest.expand(step.rows, self.heads, 1, 8), None)
 

@@ -479,7 +479,7 @@ def test_a_resident_set_in_bytes_is_for_all_rows(session: Session, tmp_path: Pat
     storage = apart("emulated", tmp_path, resident=budget)
     with session.new_batch(rows=rows, tokens=TOKENS, storage=storage) as batch:
         for row in joined(batch):
-            assert {layer.pool.room for layer in row.cache.offloaded} == {7}
+            assert {layer.pool.resident_budget for layer in row.cache.offloaded} == {7}
 
 
 def test_a_row_gives_its_space_on_disk_back(session: Session, tmp_path: Path) -> None:

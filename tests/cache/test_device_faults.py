@@ -36,7 +36,7 @@ def break_attention(patch: pytest.MonkeyPatch, model: Any, cache: Any) -> None:
 
 def break_rehearsal(patch: pytest.MonkeyPatch, model: Any, cache: Any) -> None:
     for layer in cache.offloaded:
-        patch.setattr(layer._kernels, "choose", lose)
+        patch.setattr(layer._kernels, "select", lose)
 
 
 def break_transfer(patch: pytest.MonkeyPatch, model: Any, cache: Any) -> None:

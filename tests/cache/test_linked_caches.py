@@ -41,7 +41,7 @@ RING = 4  # newest tokens that a resident set keeps, few enough for prompts as s
 def short_ring_and_cold_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that entries of the prompt are not on the device before a step has wanted them."""
     monkeypatch.setattr(linked, "RING", RING)
-    monkeypatch.setattr(LinkedPool, "warm", lambda pool, *entries: None)
+    monkeypatch.setattr(LinkedPool, "fill_resident", lambda pool, *entries: None)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

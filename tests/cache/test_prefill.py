@@ -317,7 +317,7 @@ def test_shares_refer_to_a_prompt_that_is_expected(
     with attach(*llama, selecting()) as session:
         cache = session.new_cache(storage=apart("resident-some", tmp_path))
         prefill(session, cache, tokens(1, PROMPT), chunk=CHUNK)
-        assert [layer.pool.room for layer in cache.offloaded] == [PROMPT // 2] * 4
+        assert [layer.pool.resident_budget for layer in cache.offloaded] == [PROMPT // 2] * 4
 
 
 class Words:

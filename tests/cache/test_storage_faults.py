@@ -33,7 +33,7 @@ HOMES = ("emulated", "resident-some", "disk", "disk-resident")
 def short_ring_and_cold_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that steps have entries of the prompt to wait for."""
     monkeypatch.setattr(linked, "RING", 4)
-    monkeypatch.setattr(LinkedPool, "warm", lambda pool, *entries: None)
+    monkeypatch.setattr(LinkedPool, "fill_resident", lambda pool, *entries: None)
 
 
 @pytest.fixture(scope="module")

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from infinigen_kv.kernels.native import (
     attend,
-    choose,
     low_rank,
     numbers,
     partial_keys,
     resident,
+    selecting,
     tail,
 )
 from infinigen_kv.kernels.native.arrays import as_array
@@ -125,7 +125,7 @@ def test_compiled_code_is_kept_under_a_name_that_changes_with_its_folder() -> No
     assert exponential.py_func.__qualname__ == f"exponential_{numbers.STATE}"
 
 
-@pytest.mark.parametrize("module", [attend, choose, low_rank, partial_keys, resident, tail])
+@pytest.mark.parametrize("module", [attend, selecting, low_rank, partial_keys, resident, tail])
 def test_compiled_code_inlines_nothing_from_another_folder(module: ModuleType) -> None:
     compiled = [each for each in vars(module).values() if isinstance(each, Dispatcher)]
     assert compiled

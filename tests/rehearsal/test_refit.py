@@ -22,8 +22,8 @@ from infinigen_kv.kernels.reference import TorchKernels
 from infinigen_kv.policies.infinigen import InfiniGenPolicy
 from infinigen_kv.policies.rehearsal_layer import RehearsalLayer
 from infinigen_kv.policies.step import Step
-from infinigen_kv.rehearsal.partial_keys import TOLD
-from infinigen_kv.rehearsal.recent import LEAST, MOST
+from infinigen_kv.rehearsal.partial_keys import GUESSED_WEIGHT
+from infinigen_kv.rehearsal.recent import MAX_WAITING, MIN_WAITING
 from infinigen_kv.storage.pools.local import LocalPool
 from infinigen_kv_lab.bench.fidelity import forgetting
 
@@ -94,7 +94,7 @@ class Driven:
         if basis is not None:
             z = (k - mean) @ basis
             told = z @ np.linalg.lstsq(z, k - mean, rcond=None)[0]
-            scatter = TOLD * told.T @ told + (1 - TOLD) * scatter
+            scatter = GUESSED_WEIGHT * told.T @ told + (1 - GUESSED_WEIGHT) * scatter
         root_q, root_k = _root(square), _root(scatter)
         left, size, right = np.linalg.svd(root_q @ root_k)
         score = left[:, :RANK] * size[:RANK] @ right[:RANK]
@@ -165,9 +165,9 @@ def test_tokens_do_not_pile_up() -> None:
     driven = Driven(min_context=8)
     driven.policy._config = selecting(refit_every=1000, partial_ratio=RANK / DIM)
     driven.show(PROMPT, selecting=False)
-    for _ in range(MOST + 3):
+    for _ in range(MAX_WAITING + 3):
         driven.show(1, selecting=True)
-        assert LEAST <= driven.policy._running.waiting <= MOST
+        assert MIN_WAITING <= driven.policy._running.waiting <= MAX_WAITING
 
 
 # The engine.
@@ -325,7 +325,7 @@ def test_drafts_that_are_rejected_are_not_learned(small: tuple[Any, Calibration]
     assert_close(torch.cat(found, dim=1), expected, atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.parametrize("steps", [EVERY, MOST - 1])
+@pytest.mark.parametrize("steps", [EVERY, MAX_WAITING - 1])
 def test_a_forward_that_fails_is_not_learned(small: tuple[Any, Calibration], steps: int) -> None:
     """Also where it fits anew, and where waiting tokens become too many."""
     model, calibration = small

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 
 from fitting import DIM, KV_HEADS, mixed, random
 from infinigen_kv.rehearsal.checkpoints import KEPT, TURN
-from infinigen_kv.rehearsal.recent import LEAST, MOST, SeenTokens
+from infinigen_kv.rehearsal.recent import MAX_WAITING, MIN_WAITING, SeenTokens
 from infinigen_kv.rehearsal.running import RunningStatistics
 from infinigen_kv.rehearsal.skew import skew_matrix
 from infinigen_kv.rehearsal.statistics import Magnitudes, Moments, PromptStatistics
@@ -117,7 +117,7 @@ def test_a_turn_that_is_taken_back(kind: str, rounds: int, decoded: int, prefix:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("taken", [1, LEAST])
+@pytest.mark.parametrize("taken", [1, MIN_WAITING])
 @pytest.mark.parametrize("decoded", [0, 1, 40, 63, 64, 65, 150])
 def test_the_newest_tokens_leave_no_trace(kind: str, taken: int, decoded: int) -> None:
     text, running = Text(0), begun(kind)
@@ -129,7 +129,7 @@ def test_the_newest_tokens_leave_no_trace(kind: str, taken: int, decoded: int) -
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("drafted", [5, 33, MOST])
+@pytest.mark.parametrize("drafted", [5, 33, MAX_WAITING])
 @pytest.mark.parametrize("kept", [0, 3])
 def test_drafts_that_are_rejected(kind: str, drafted: int, kept: int) -> None:
     text, running, at = Text(0), begun(kind), 100

@@ -17,8 +17,8 @@ from infinigen_kv.config import InfiniGenConfig
 from infinigen_kv.policies.step import Step
 from infinigen_kv.rehearsal.select import (
     Selection,
-    choose,
     group_margin,
+    select_tokens,
     selection_mask,
     top_entries,
 )
@@ -116,7 +116,7 @@ def test_choose_equals_a_loop(problem: tuple[Tensor, Any, float]) -> None:
     scores, candidates, alpha = problem
     rows, heads, _, queries, tokens = scores.shape
     before = scores.clone()
-    selection = choose(scores, candidates, alpha)
+    selection = select_tokens(scores, candidates, alpha)
     mask = selection_mask(selection, tokens)
     for row in range(rows):
         for query in range(queries):
@@ -152,7 +152,7 @@ def test_the_count_is_the_mean_over_the_heads_of_a_row() -> None:
     scores[0, 1, 0, 0, 5:] = -10.0  # five
     scores[1, :, 0, 0, 2:] = -10.0  # two in both
     none = torch.zeros(2, 1, 1, 6, dtype=torch.bool)
-    selection = choose(scores, fixed(None, none, most=6), alpha=4.0)
+    selection = select_tokens(scores, fixed(None, none, most=6), alpha=4.0)
     assert selection.counts is not None
     assert selection.counts.tolist() == [[3], [2]]
     assert selection.index.shape == (2, 2, 1, 3)
@@ -162,7 +162,7 @@ def test_the_count_is_the_mean_over_the_heads_of_a_row() -> None:
 def test_a_margin_of_exactly_alpha_is_too_far() -> None:
     scores = torch.tensor([0.0, -4.0, -3.5, -9.0]).view(1, 1, 1, 1, 4)
     none = torch.zeros(1, 1, 1, 4, dtype=torch.bool)
-    selection = choose(scores, fixed(None, none, most=4), alpha=4.0)
+    selection = select_tokens(scores, fixed(None, none, most=4), alpha=4.0)
     assert sorted(selection.index.flatten().tolist()) == [0, 2]
 
 
@@ -253,7 +253,7 @@ def test_choose_from_a_step_equals_a_loop(
     tokens = step.candidates.tokens
     assert tokens == (start if queries == 1 else total)
     scores = torch.randn(rows, 2, 2, queries, tokens, generator=torch.Generator().manual_seed(seed))
-    selection = choose(scores.clone(), step.candidates, alpha)
+    selection = select_tokens(scores.clone(), step.candidates, alpha)
     mask = selection_mask(selection, tokens)
     for row in range(rows):
         for query in range(queries):

@@ -40,7 +40,7 @@ def pools(fitted: tuple[Any, Calibration], rows: int = 2, **options: Any) -> lis
 
 
 def rooms(fitted: tuple[Any, Calibration], **options: Any) -> set[int]:
-    return {pool.room for pool in pools(fitted, resident_layers=(), **options)}
+    return {pool.resident_budget for pool in pools(fitted, resident_layers=(), **options)}
 
 
 def test_the_home_is_the_device_by_default(llama: tuple[Any, Calibration]) -> None:
@@ -76,7 +76,7 @@ def test_bytes_for_resident_sets_go_to_the_layers_that_move(
     assert rooms(gemma3, **options) == {6}, "two of the four layers are sliding"
     found = pools(gemma3, resident_layers=(1,), **options)
     assert [type(pool) for pool in found] == [LocalPool, LinkedPool]
-    assert found[1].room == 12
+    assert found[1].resident_budget == 12
 
 
 @pytest.mark.parametrize(("capacity", "limit"), [(17, 17), (0.255, 25), (1e-6, 2), (1.0, 100)])

@@ -115,7 +115,7 @@ class CacheBlueprint:
             )
         )
         if spec.index == 0:  # nobody goes before it, so it is chosen for at the layer itself
-            policy.late = True
+            policy.selects_at_layer = True
         return policy
 
     def _rehearsal(self, spec: LayerSpec) -> RehearsalLayer:

@@ -89,13 +89,13 @@ class OffloadedLayer(CacheLayerMixin):
         if selection is not None:
             self._chosen = selection
             pool.prefetch(selection, step.selecting_rows)
-        elif step.queries == 1 and not policy.late:
+        elif step.queries == 1 and not policy.selects_at_layer:
             pool.prefetch_all()
 
     def prefetch_next(self) -> None:
         """This layer has no predecessor: start to move what the next decode step will want."""
         step, pool = self._step, self.pool
-        known = not self.policy.late  # otherwise it will choose at the layer itself
+        known = not self.policy.selects_at_layer  # otherwise it will choose at the layer itself
         if step is not None and pool is not None and step.queries == 1 and known:
             pool.prefetch_all()
 
@@ -159,8 +159,8 @@ class OffloadedLayer(CacheLayerMixin):
         assert step is not None and pool is not None
         if pool.sinks and step.padding is not None:
             pool.set_padding(step.padding)
-        if self.policy.late and step.selecting and step.queries == 1:
-            self._chosen = self.policy.choose_late(query, step, pool)
+        if self.policy.selects_at_layer and step.selecting and step.queries == 1:
+            self._chosen = self.policy.select_at_layer(query, step, pool)
             if self._chosen is not None:
                 pool.prefetch(self._chosen, step.selecting_rows)
         if self._chosen is not None:
@@ -242,7 +242,7 @@ class OffloadedLayer(CacheLayerMixin):
                 query, all_keys, scaling=scaling, softcap=softcap, visible=mask
             )
             self.policy.attended(weights, None, step)
-        if step.may_end_prompt and pool.room:
+        if step.may_end_prompt and pool.resident_budget:
             hint_of_prompt(self.policy, pool, step, query, all_keys, all_values, slots)
         return output
 
@@ -285,7 +285,7 @@ class OffloadedLayer(CacheLayerMixin):
             return True
         try:
             self.pool.discard()
-            self.pool.distrust()
+            self.pool.forget_resident()
             if self.is_croppable or length == 0:
                 self.truncate(length)
         except HomeError:

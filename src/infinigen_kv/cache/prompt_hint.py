@@ -32,7 +32,7 @@ def hint_of_prompt(
     """
     if slots is not None and step.start > 0:
         return  # the order of the keys is not that of the slots
-    tokens = policy.likely(pool.room, query, keys, step)
+    tokens = policy.resident_candidates(pool.resident_budget, query, keys, step)
     if tokens is None:
         return
     wanted = tokens.clamp(min=0)
@@ -42,7 +42,7 @@ def hint_of_prompt(
         lost = slots < 0 if step.visible is None else (slots < 0) & step.visible.to(slots.device)
         places = slots[:, None].expand(-1, tokens.shape[1], -1).gather(2, wanted)
         held = places.masked_fill((tokens < 0) | lost.any(dim=1)[:, None, None], -1)
-    pool.warm(held, _of_tokens(keys, wanted), _of_tokens(values, wanted))
+    pool.fill_resident(held, _of_tokens(keys, wanted), _of_tokens(values, wanted))
 
 
 def _of_tokens(numbers: Tensor, tokens: Tensor) -> Tensor:

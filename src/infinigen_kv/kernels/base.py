@@ -31,7 +31,7 @@ class Kernels(ABC):
         return type(self)()
 
     @abstractmethod
-    def choose(
+    def select(
         self,
         query: Tensor,
         keys: PartialKeys,
@@ -41,7 +41,7 @@ class Kernels(ABC):
         alpha: float,
         softcap: float | None,
     ) -> Selection:
-        """Score all tokens and select: `rehearsal.select.choose`.
+        """Score all tokens and select: `rehearsal.select.select_tokens`.
 
         Parameters
         ----------
@@ -52,7 +52,7 @@ class Kernels(ABC):
         candidates
             What may and what must be chosen.
         alpha, scaling, softcap
-            As in `choose` and `attention.dense.decode_attention`.
+            As in `select` and `attention.dense.decode_attention`.
 
         Raises
         ------
@@ -81,7 +81,7 @@ class Kernels(ABC):
         query
             ``(B, H, 1, D)``.
         entries, counts
-            What was moved; ``counts`` ``(B, 1)`` says how many of its leading columns are meant in
+            What was moved; ``counts`` ``(B, 1)`` says how many of its leading columns are valid in
             each row, None for all.
         keys, values
             Of the own token, ``(B, H_kv, 1, D)``.

@@ -9,7 +9,7 @@ from infinigen_kv.attention.dense import decode_attention, decode_weights
 from infinigen_kv.attention.entries import Entries
 from infinigen_kv.kernels.base import Kernels
 from infinigen_kv.rehearsal.partial_keys import PartialKeys
-from infinigen_kv.rehearsal.select import Candidates, Selection, choose
+from infinigen_kv.rehearsal.select import Candidates, Selection, select_tokens
 from infinigen_kv.rehearsal.tail import Tail, attention_with_tail
 
 
@@ -18,7 +18,7 @@ class TorchKernels(Kernels):
 
     name = "torch"
 
-    def choose(
+    def select(
         self,
         query: Tensor,
         keys: PartialKeys,
@@ -28,7 +28,7 @@ class TorchKernels(Kernels):
         alpha: float,
         softcap: float | None,
     ) -> Selection:
-        return choose(keys.scores(query, scaling, softcap), candidates, alpha)
+        return select_tokens(keys.scores(query, scaling, softcap), candidates, alpha)
 
     def attend(
         self,

@@ -18,7 +18,7 @@ class Policy:
 
     1. while the previous layer computes: `predict` with its attention input, and then `rehearse`
        with the query that this gave, or `plan` where it gave none;
-    2. at the layer itself: `choose_late`, if the policy is `late`;
+    2. at the layer itself: `select_at_layer`, if the policy `selects_at_layer`;
     3. `observe` once the new tokens are in the home; a forward that is exact calls only this;
     4. `select` when the attention of several queries needs their selections;
     5. `attended` after a single query, if the policy `needs_weights`.
@@ -27,7 +27,7 @@ class Policy:
     itself, whatever either of them sees later.
     """
 
-    late: bool = False
+    selects_at_layer: bool = False
     """Whether the choice needs the layer's own query, so that nothing can be moved ahead of it."""
     needs_weights: bool = False
     """Whether `attended` is to be called."""
@@ -50,7 +50,7 @@ class Policy:
         """As `rehearse`, without a query."""
         return None
 
-    def choose_late(self, query: Tensor, step: Step, pool: Pool) -> Selection | None:
+    def select_at_layer(self, query: Tensor, step: Step, pool: Pool) -> Selection | None:
         """Choose by the layer's own query ``(B, H, 1, D)``; None for everything."""
         return None
 
@@ -106,7 +106,9 @@ class Policy:
         then the query's own token.
         """
 
-    def likely(self, count: int, query: Tensor, keys: Tensor, step: Step) -> Tensor | None:
+    def resident_candidates(
+        self, count: int, query: Tensor, keys: Tensor, step: Step
+    ) -> Tensor | None:
         """Tokens ``(B, H_kv, n)``, n at most ``count``, that the steps after a prompt may want.
 
         ``query`` ``(B, H, Q, D)`` are the prompt's, ``keys`` ``(B, H_kv, T, D)`` all there are by

@@ -18,7 +18,7 @@ from infinigen_kv.policies.step import Step
 from infinigen_kv.rehearsal.partial_keys import PartialKeys
 from infinigen_kv.rehearsal.recent import SeenTokens
 from infinigen_kv.rehearsal.running import RunningStatistics
-from infinigen_kv.rehearsal.select import Candidates, Selection, choose, likely_tokens
+from infinigen_kv.rehearsal.select import Candidates, Selection, likely_tokens, select_tokens
 from infinigen_kv.rehearsal.statistics import Moments, Projection, PromptStatistics
 from infinigen_kv.rehearsal.tail import Tail, ValueMap
 from infinigen_kv.storage.pools.pool import Pool
@@ -88,7 +88,7 @@ class InfiniGenPolicy(Policy):
         assert self._partial_keys is not None
         candidates = _candidates(step, pool)
         self._allowed = candidates.allowed
-        return self._kernels.choose(
+        return self._kernels.select(
             query,
             self._partial_keys,
             candidates,
@@ -158,7 +158,7 @@ class InfiniGenPolicy(Policy):
         query, self._pending_query = self._pending_query, None
         assert query is not None and self._partial_keys is not None
         scores = self._partial_keys.scores(query, self._layer.scaling, self._layer.softcap)
-        return choose(scores, step.candidates, self._layer.alpha)
+        return select_tokens(scores, step.candidates, self._layer.alpha)
 
     def tail(self, selection: Selection) -> Tail | None:
         if self._value_map is None:
@@ -173,7 +173,9 @@ class InfiniGenPolicy(Policy):
             return None
         return self._partial_keys, self._value_map
 
-    def likely(self, count: int, query: Tensor, keys: Tensor, step: Step) -> Tensor | None:
+    def resident_candidates(
+        self, count: int, query: Tensor, keys: Tensor, step: Step
+    ) -> Tensor | None:
         """What the prompt's last queries would like best, by their true scores."""
         scaling, softcap = self._layer.scaling, self._layer.softcap
         return likely_tokens(count, query, keys, step.visible, scaling=scaling, softcap=softcap)

@@ -15,7 +15,7 @@ from torch import Tensor
 from infinigen_kv.policies.entry import PolicyBytes, PolicyShape
 from infinigen_kv.rehearsal.checkpoints import KEPT
 from infinigen_kv.rehearsal.partial_keys import PartialKeys
-from infinigen_kv.rehearsal.recent import LEAST, MOST
+from infinigen_kv.rehearsal.recent import MAX_WAITING, MIN_WAITING
 from infinigen_kv.rehearsal.statistics import (
     TOKEN_BLOCK,
     Magnitudes,
@@ -45,7 +45,7 @@ def infinigen_bytes(shape: PolicyShape) -> PolicyBytes:
     projection = _projection(shape)
     sums += _held_bytes(projection) + _checkpoints(shape) * statistics.query_sums.nbytes
     recent = _recent(shape)
-    more = max(0, min(shape.chunk, MOST) - recent)  # at the end of the prompt
+    more = max(0, min(shape.chunk, MAX_WAITING) - recent)  # at the end of the prompt
     waiting = _waiting(shape, recent)
     return PolicyBytes(
         partial_keys=_partial_keys(shape, projection),
@@ -63,14 +63,14 @@ def _recent(shape: PolicyShape) -> int:
     """Tokens that wait to be summed while others are decoded."""
     prompt = shape.prompt_tokens
     if not shape.config.refit_every:
-        return min(prompt, LEAST)
-    return min(MOST, shape.new_tokens + (prompt if prompt < MOST else LEAST))
+        return min(prompt, MIN_WAITING)
+    return min(MAX_WAITING, shape.new_tokens + (prompt if prompt < MAX_WAITING else MIN_WAITING))
 
 
 def _checkpoints(shape: PolicyShape) -> int:
     """Lengths of the prompt at which `RunningStatistics` keeps the queries' sums."""
     forwards = math.ceil(shape.prompt_tokens / shape.chunk)
-    blocks = math.ceil(max(1, shape.chunk - MOST) / TOKEN_BLOCK)
+    blocks = math.ceil(max(1, shape.chunk - MAX_WAITING) / TOKEN_BLOCK)
     return min(KEPT, forwards * blocks)
 
 

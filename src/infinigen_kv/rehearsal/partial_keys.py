@@ -13,9 +13,9 @@ from infinigen_kv.rehearsal.statistics import Moments, Projection
 GROWTH = 1.5
 SPARE_TOKENS = 512  # room for appends before the storage has to grow
 CODED_AT_ONCE = 4096  # tokens of which `PartialKeys.recoded` has float32 copies
-LEAST = 1e-30  # of a variance, where keys do not vary at all
-TOLD = 0.7  # weight of guessed keys against true ones in the choice of a new projection
-FLAT = 1e-5  # of the largest variance: less is not told from the rounding of the sums
+MIN_VARIANCE = 1e-30  # of a variance, where keys do not vary at all
+GUESSED_WEIGHT = 0.7  # weight of guessed keys against true ones in the choice of a new projection
+MIN_SPREAD = 1e-5  # of the largest variance: less is not told from the rounding of the sums
 
 
 class PartialKeys:
@@ -108,7 +108,8 @@ class PartialKeys:
         """
         scatter = moments.key_scatter.double()
         largest = scatter.diagonal(dim1=-2, dim2=-1).amax(dim=-1)[..., None, None]
-        scatter = scatter + (FLAT * largest + LEAST) * torch.eye(scatter.shape[-1]).to(scatter)
+        least = MIN_SPREAD * largest + MIN_VARIANCE
+        scatter = scatter + least * torch.eye(scatter.shape[-1]).to(scatter)
         known = self.projection.key.mT.double() @ scatter
         return torch.linalg.solve(known @ self.projection.key.double(), known).float()
 
@@ -127,8 +128,8 @@ class PartialKeys:
             ``(B,)`` rows whose projection and partial keys stay as they are.
         """
         old, guess, scatter = self.projection, self.guesses(moments), moments.key_scatter
-        told = guess.mT @ (old.key.mT @ scatter @ old.key) @ guess
-        mixture = TOLD * told + (1 - TOLD) * scatter
+        guessed = guess.mT @ (old.key.mT @ scatter @ old.key) @ guess
+        mixture = GUESSED_WEIGHT * guessed + (1 - GUESSED_WEIGHT) * scatter
         new = moments.projection(old.key.shape[3], mixture).with_rows(keep, old)
         return self.recoded(new, moments, guess, keep)
 

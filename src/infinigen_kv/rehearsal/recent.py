@@ -13,8 +13,8 @@ from torch import Tensor
 
 from infinigen_kv.rehearsal.checkpoints import PART, TURN
 
-LEAST = 32  # of the newest tokens that wait whatever comes, so that any of them can be taken back
-MOST = 64  # tokens that wait when others come; a draft that is verified at once is no longer
+MIN_WAITING = 32  # of the newest tokens that always wait, so that any of them can be taken back
+MAX_WAITING = 64  # tokens that wait when others come; a draft that is verified at once is no longer
 
 
 class ForwardPlace(Protocol):

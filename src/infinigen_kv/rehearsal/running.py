@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from infinigen_kv.rehearsal.checkpoints import PART, Checkpoints
-from infinigen_kv.rehearsal.recent import LEAST, MOST, RecentTokens, SeenTokens
+from infinigen_kv.rehearsal.recent import MAX_WAITING, MIN_WAITING, RecentTokens, SeenTokens
 from infinigen_kv.rehearsal.statistics import TOKEN_BLOCK, PromptStatistics
 
 
@@ -65,19 +65,19 @@ class RunningStatistics:
 
     def add(self, tokens: SeenTokens) -> None:
         """Add the tokens of a forward."""
-        rest = tokens.tokens - MOST
+        rest = tokens.tokens - MAX_WAITING
         if rest > 0:
             self._settle(0)
             self._sum(tokens.first(rest))
-            tokens = tokens.last(MOST)
-        elif self._recent.tokens >= MOST:
-            self._settle(LEAST)
+            tokens = tokens.last(MAX_WAITING)
+        elif self._recent.tokens >= MAX_WAITING:
+            self._settle(MIN_WAITING)
         self._recent.add(tokens)
 
     def pause(self) -> None:
         """No tokens come for a while: let no more of them wait than need to."""
-        if self._recent.tokens > LEAST:
-            self._settle(LEAST)
+        if self._recent.tokens > MIN_WAITING:
+            self._settle(MIN_WAITING)
 
     def complete(
         self,

@@ -53,7 +53,7 @@ class Selection:
     """Tokens that one step attends to, per KV head.
 
     ``index`` is ``(B, H_kv, Q, n)`` int64; ``counts`` ``(B, Q)`` int64 says how many leading ones
-    are meant, or is None where all n are, in every row and query. Those that are not meant are
+    are valid, or is None where all n are, in every row and query. Those that are not valid are
     tokens of the row all the same.
     """
 
@@ -68,8 +68,8 @@ class Selection:
             else self.counts.double().mean().item()
         )
 
-    def meant(self) -> tuple[Tensor | None, int]:
-        """Which columns are meant, ``(B, 1, n)`` or None for all, and how many entries that makes.
+    def valid_columns(self) -> tuple[Tensor | None, int]:
+        """Which columns are valid, ``(B, 1, n)`` or None for all, and how many entries that makes.
 
         For one query per row.
         """
@@ -107,7 +107,7 @@ def group_margin(scores: Tensor) -> Tensor:
     return largest.where(largest < 0, behind)
 
 
-def choose(scores: Tensor, candidates: Candidates, alpha: float) -> Selection:
+def select_tokens(scores: Tensor, candidates: Candidates, alpha: float) -> Selection:
     """The tokens of one step: the always-kept ones and the best of the rest.
 
     Per KV head count the tokens whose margin exceeds -alpha, average the count over the heads of a
@@ -160,7 +160,7 @@ def top_entries(margin: Tensor, counts: Tensor) -> Selection:
         ``(B, Q)`` int64, at most the number of allowed tokens.
     """
     most = int(counts.max())
-    if counts.numel() == 1:  # order is of no use when every column is meant
+    if counts.numel() == 1:  # order is of no use when every column is valid
         return Selection(margin.topk(most, dim=-1, sorted=False).indices, None)
     return Selection(margin.topk(most, dim=-1, sorted=True).indices, counts)
 
@@ -199,5 +199,5 @@ def selection_mask(selection: Selection, tokens: int) -> Tensor:
     mask = torch.zeros(*index.shape[:-1], tokens, dtype=torch.bool, device=index.device)
     if counts is None:
         return mask.scatter_(-1, index, True)
-    meant = torch.arange(index.shape[-1], device=index.device) < counts[:, None, :, None]
-    return mask.scatter_(-1, index, meant.expand_as(index))
+    valid = torch.arange(index.shape[-1], device=index.device) < counts[:, None, :, None]
+    return mask.scatter_(-1, index, valid.expand_as(index))

@@ -19,7 +19,7 @@ from infinigen_kv.attention.dense import SCORES, grouped_scores
 from infinigen_kv.rehearsal.partial_keys import PartialKeys
 from infinigen_kv.rehearsal.statistics import Moments, Projection
 
-LEAST = 1e-12  # of the ridge, where partial keys do not vary at all
+MIN_RIDGE = 1e-12  # of the ridge, where partial keys do not vary at all
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ class ValueMap:
         square = back @ moments.key_scatter @ projection.key
         mixed = back @ (values.products - moments.key_sum.mT @ mean)
         spread = square.diagonal(dim1=-2, dim2=-1) / count[..., 0] + centre.squeeze(2).square()
-        ridge = spread.amax(dim=-1)[..., None, None].clamp_min(LEAST)
+        ridge = spread.amax(dim=-1)[..., None, None].clamp_min(MIN_RIDGE)
         eye = torch.eye(square.shape[-1], device=square.device)
         slope = torch.linalg.solve(square + ridge * eye, mixed)
         return cls(values.shift + mean - centre @ slope, slope.contiguous())
@@ -101,13 +101,13 @@ class Tail:
         """Tokens that are no part of the tail, ``(B, H_kv, 1, 1, S)``."""
         rows, heads, columns = self.index.shape
         tokens, device = self.partial.length, self.index.device
-        # one column more, for what is not meant: that repeats tokens of the row, perhaps some that
+        # one column more, for what is not valid: that repeats tokens of the row, perhaps some that
         # are not attended to
         hidden = torch.zeros(rows, heads, tokens + 1, dtype=torch.bool, device=device)
         index = self.index
         if self.counts is not None:
-            meant = torch.arange(columns, device=device) < self.counts.to(device)
-            index = index.where(meant.unsqueeze(1), tokens)
+            valid = torch.arange(columns, device=device) < self.counts.to(device)
+            index = index.where(valid.unsqueeze(1), tokens)
         hidden = hidden.scatter_(2, index, True)[..., :tokens]
         if self.allowed is not None:
             hidden = hidden | ~self.allowed.to(device).unsqueeze(1)

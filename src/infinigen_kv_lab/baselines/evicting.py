@@ -88,7 +88,7 @@ class EvictingPolicy(Policy):
         self._state, selection = self._evict(self._state, step)
         return selection
 
-    def choose_late(self, query: Tensor, step: Step, pool: Pool) -> Selection | None:
+    def select_at_layer(self, query: Tensor, step: Step, pool: Pool) -> Selection | None:
         """As `plan`, in a layer without a predecessor."""
         return self.plan(step, pool)
 

@@ -42,7 +42,7 @@ class OraclePolicy(Policy):
     `group_margin`, which is not always the one with the least error of the output.
     """
 
-    late = True
+    selects_at_layer = True
 
     def __init__(self, rehearsing: InfiniGenPolicy, scoring: Scoring) -> None:
         self._rehearsing = rehearsing
@@ -70,7 +70,7 @@ class OraclePolicy(Policy):
         self._counts = None if chosen is None else _counts(chosen)
         return None
 
-    def choose_late(self, query: Tensor, step: Step, pool: Pool) -> Selection | None:
+    def select_at_layer(self, query: Tensor, step: Step, pool: Pool) -> Selection | None:
         """The best tokens for the true query ``(B, H, 1, D)``."""
         counts, self._counts = self._counts, None
         assert counts is not None
@@ -109,8 +109,10 @@ class OraclePolicy(Policy):
     def until_refit(self, length: int) -> int | None:
         return self._rehearsing.until_refit(length)
 
-    def likely(self, count: int, query: Tensor, keys: Tensor, step: Step) -> Tensor | None:
-        return self._rehearsing.likely(count, query, keys, step)
+    def resident_candidates(
+        self, count: int, query: Tensor, keys: Tensor, step: Step
+    ) -> Tensor | None:
+        return self._rehearsing.resident_candidates(count, query, keys, step)
 
     def truncate(self, length: int) -> None:
         self._rehearsing.truncate(length)

@@ -45,7 +45,7 @@ class QuestPolicy(Policy):
     - Every layer selects; the authors leave the first two in full.
     """
 
-    late = True
+    selects_at_layer = True
 
     def __init__(self, scoring: Scoring, settings: PolicySettings) -> None:
         self._scoring = scoring
@@ -67,7 +67,7 @@ class QuestPolicy(Policy):
         other._bounds = deepcopy(self._bounds)
         return other
 
-    def choose_late(self, query: Tensor, step: Step, pool: Pool) -> Selection:
+    def select_at_layer(self, query: Tensor, step: Step, pool: Pool) -> Selection:
         """Pages for the true query ``(B, H, 1, D)``."""
         self._catch_up(pool, step)
         return self._chosen(query, step, 0)
@@ -127,14 +127,14 @@ class QuestPolicy(Policy):
         missing = int(page.max()) + 1 - bounds.length
         if missing > 0:
             _clear(bounds.extend(missing), dim)
-        meant = None if step.visible is None else step.visible[:, span].to(keys.device)
+        valid = None if step.visible is None else step.visible[:, span].to(keys.device)
         if oldest is not None:
             recent = page >= oldest
-            meant = recent if meant is None else meant & recent
+            valid = recent if valid is None else valid & recent
         where = page[:, None, :, None].expand_as(keys)
         held = bounds.view()
         for part, name, nothing in ((slice(dim), "amin", INF), (slice(dim, None), "amax", -INF)):
-            source = keys if meant is None else keys.where(meant[:, None, :, None], nothing)
+            source = keys if valid is None else keys.where(valid[:, None, :, None], nothing)
             held[..., part].scatter_reduce_(2, where, source, name)
 
     def _catch_up(self, pool: Pool, step: Step) -> None:
@@ -165,7 +165,7 @@ class QuestPolicy(Policy):
             for count, tokens, pages in zip(counts, cached, full, strict=True)
         ]
         column = torch.arange(max(counts), device=device)
-        own, total, meant = (
+        own, total, valid = (
             torch.tensor(each, device=device).view(-1, 1, 1) for each in (newest, cached, counts)
         )
         tokens = total - own + column  # (B or 1, 1, n)
@@ -175,7 +175,7 @@ class QuestPolicy(Policy):
             rest = (column - own).clamp(min=0).expand(len(ranked), ranked.shape[1], -1)
             page = ranked.gather(2, (rest // size).clamp(max=pages - 1))
             tokens = tokens.where(column < own, page * size + rest % size)
-        tokens = tokens.where(column < meant, total - own)
+        tokens = tokens.where(column < valid, total - own)
         tokens = tokens.expand(query.shape[0], self._heads, -1)
         index = token_positions(tokens, step)
         return Selection(index.unsqueeze(2), counted(counts, device))

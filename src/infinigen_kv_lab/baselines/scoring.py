@@ -116,7 +116,7 @@ def token_positions(tokens: Tensor, step: Step) -> Tensor:
 def side_by_side(selections: list[Selection], start: int) -> Selection:
     """Selections of one query each as one of several queries, the first at position ``start``.
 
-    What is not meant is the query's own token, which is attended to anyway.
+    What is not valid is the query's own token, which is attended to anyway.
     """
     most = max(each.index.shape[3] for each in selections)
     indices, counts = [], []
@@ -127,8 +127,8 @@ def side_by_side(selections: list[Selection], start: int) -> Selection:
             index[..., :columns] = each.index
             counts.append(each.index.new_full((rows, 1), columns))
         else:
-            meant = torch.arange(columns, device=index.device) < each.counts[:, :, None, None]
-            index[..., :columns] = each.index.where(meant, start + place)
+            valid = torch.arange(columns, device=index.device) < each.counts[:, :, None, None]
+            index[..., :columns] = each.index.where(valid, start + place)
             counts.append(each.counts)
         indices.append(index)
     return Selection(torch.cat(indices, dim=2), torch.cat(counts, dim=1))

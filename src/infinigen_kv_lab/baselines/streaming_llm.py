@@ -44,7 +44,7 @@ class StreamingLLMPolicy(Policy):
         """Sinks and window of a step with one query per row."""
         return self._chosen(step) if step.selecting and step.queries == 1 else None
 
-    def choose_late(self, query: Tensor, step: Step, pool: Pool) -> Selection | None:
+    def select_at_layer(self, query: Tensor, step: Step, pool: Pool) -> Selection | None:
         """As `plan`, in a layer without a predecessor."""
         return self.plan(step, pool)
 

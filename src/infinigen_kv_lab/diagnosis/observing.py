@@ -14,7 +14,7 @@ from infinigen_kv.models.adapters.layer_spec import LayerSpec
 from infinigen_kv.policies.layer_roles import speculated_layers
 from infinigen_kv.policies.query_predictor import QueryPredictor
 from infinigen_kv.policies.step import Step
-from infinigen_kv.rehearsal.select import choose
+from infinigen_kv.rehearsal.select import select_tokens
 from infinigen_kv.session.attach import Session
 from infinigen_kv_lab.diagnosis.evidence import NAN, LayerEvidence, known_mean
 from infinigen_kv_lab.evals.agreement import compare
@@ -165,7 +165,7 @@ def wanted_share(scores: Scores, step: Step, alpha: float) -> float:
         selecting=True,
         config=config,
     )
-    counts = choose(scores.engine.clone(), free.candidates, alpha).counts
+    counts = select_tokens(scores.engine.clone(), free.candidates, alpha).counts
     assert counts is not None
     return (counts / step.before).double().mean().item()
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from infinigen_kv.policies.step import Step
-from infinigen_kv.rehearsal.select import choose, group_margin, selection_mask, top_entries
+from infinigen_kv.rehearsal.select import group_margin, select_tokens, selection_mask, top_entries
 from infinigen_kv_lab.evals.probe import Scores
 
 VARIANTS = ("engine", "true_query", "all_dimensions")
@@ -36,7 +36,7 @@ def compare(
     own = torch.arange(step.queries, device=scores.true.device)
     seen = allowed.clone()
     seen[..., own, step.start + own] = True  # a query attends to its own token too
-    counts = choose(scores.engine.clone(), step.candidates, alpha).counts
+    counts = select_tokens(scores.engine.clone(), step.candidates, alpha).counts
     assert counts is not None
     true_margin, kept = _margin(scores.true, step)
     best = selection_mask(top_entries(true_margin, counts), scores.true.shape[-1])

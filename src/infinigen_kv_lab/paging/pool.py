@@ -142,7 +142,7 @@ class PagingPool(Pool):
     def discard(self) -> None:
         self._wanted = None
 
-    def distrust(self) -> None:
+    def forget_resident(self) -> None:
         if self._held is not None:
             self._held.fill_(-1)
 

@@ -27,7 +27,7 @@ from infinigen_kv.models.rerouting import reading_inputs, rerouted
 from infinigen_kv.policies.query_predictor import QueryPredictor
 from infinigen_kv.policies.step import Step
 from infinigen_kv.rehearsal.partial_keys import PartialKeys
-from infinigen_kv.rehearsal.select import choose, selection_mask
+from infinigen_kv.rehearsal.select import select_tokens, selection_mask
 from infinigen_kv.rehearsal.statistics import Moments
 from infinigen_kv.rehearsal.tail import ValueMap, attention_in_blocks
 from infinigen_kv_lab.kit.divergence import log_probabilities
@@ -203,7 +203,7 @@ class _Pass:
         query = meter._predict[spec.index](self._inputs[spec.index - 1], step)
         scores = partial.scores(query, spec.scaling, spec.softcap).float()
         for alpha in meter._alphas:
-            selection = choose(scores.clone(), step.candidates, alpha)
+            selection = select_tokens(scores.clone(), step.candidates, alpha)
             yield selection_mask(selection, partial.length)
 
     def _with_tails(

@@ -132,7 +132,7 @@ def test_the_oracle_takes_infinigens_count_and_the_true_order(
         policy.observe(prompt_query, keys, keys, prompt, pool, None)
     theirs = infinigen.rehearse(predicted, step, pool)
     assert oracle.rehearse(predicted, step, pool) is None
-    ours = oracle.choose_late(truth, step, pool)
+    ours = oracle.select_at_layer(truth, step, pool)
     assert theirs is not None and ours is not None
     for row, pad in enumerate(padding):
         number = theirs.index.shape[3] if theirs.counts is None else int(theirs.counts[row])

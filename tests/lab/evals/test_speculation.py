@@ -18,7 +18,7 @@ from infinigen_kv.attention.dense import grouped_scores
 from infinigen_kv.cache.forward import forward, prefill
 from infinigen_kv.cache.recorder import FetchRecorder
 from infinigen_kv.errors import InputError
-from infinigen_kv.rehearsal.select import choose, selection_mask
+from infinigen_kv.rehearsal.select import select_tokens, selection_mask
 from infinigen_kv_lab.evals.probe import LayerProbe, watching
 from infinigen_kv_lab.evals.registry import make_task
 from infinigen_kv_lab.evals.run import Subject, evaluate
@@ -63,7 +63,7 @@ def test_the_probe_scores_as_the_engine_does(family: str, rehearsal: str) -> Non
             )
             forwarded = decode_step(config, PROMPT, DECODED)
             scores = probe.scores(forwarded).engine
-            chosen = choose(scores, forwarded.candidates, config.alpha_of(layer))
+            chosen = select_tokens(scores, forwarded.candidates, config.alpha_of(layer))
             found[layer] = selection_mask(chosen, IDS.numel())
 
         with watching(model, session.adapter, see):

@@ -65,7 +65,7 @@ def held(resident: ResidentSet) -> list[list[set[int]]]:
             {
                 slot
                 for slot, place in enumerate(resident._place_of[r, h, :-1].tolist())
-                if place != resident.nobody
+                if place != resident.spare_place
             }
             for h in range(HEADS)
         ]
@@ -194,7 +194,9 @@ def check_maps(resident: ResidentSet) -> None:
         for head in range(HEADS):
             places = resident._place_of[row, head, :-1].tolist()
             slots = resident._slot_of[row, head].tolist()
-            here = {slot: place for slot, place in enumerate(places) if place != resident.nobody}
+            here = {
+                slot: place for slot, place in enumerate(places) if place != resident.spare_place
+            }
             assert {slot: place for place, slot in enumerate(slots[:-1]) if slot >= 0} == here
 
 
@@ -218,7 +220,7 @@ def test_warm_entries_and_ring_are_hits_once_each(kind: Kind) -> None:
     resident = kind(*store, budget=3, ring=2, capacity=20)
     resident.add_new(torch.tensor([[8, 9]] * ROWS), *(each[:, :, 8:10] for each in store))
     slots = torch.tensor([1, 9, 2]).expand(ROWS, HEADS, 3).contiguous()
-    resident.warm(slots, *entries(store, slots))
+    resident.fill_resident(slots, *entries(store, slots))
     wanted = torch.tensor([1, 2, 8, 9]).expand(ROWS, HEADS, 4).contiguous()
     places, misses = resident.look_up(wanted, None)
     assert misses is None
@@ -232,7 +234,7 @@ def test_of_warm_entries_the_worst_go_first(kind: Kind) -> None:
     store = full_store()
     resident = kind(*store, budget=4, ring=1, capacity=20)
     best_first = torch.tensor([[[11, 3, 8], [2, 7, 5]]] * ROWS)  # and one empty place
-    resident.warm(best_first, *entries(store, best_first))
+    resident.fill_resident(best_first, *entries(store, best_first))
     for token, left in ((15, 3), (16, 2), (17, 1)):
         wanted = torch.full((ROWS, HEADS, 1), token)
         _, misses = resident.look_up(wanted, None)

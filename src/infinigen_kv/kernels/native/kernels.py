@@ -11,11 +11,11 @@ from infinigen_kv.errors import InfiniGenError
 from infinigen_kv.kernels.base import AddLowRank, Kernels
 from infinigen_kv.kernels.native.arrays import Array, as_array, as_arrays, as_flat
 from infinigen_kv.kernels.native.attend import attend
-from infinigen_kv.kernels.native.choose import choose
 from infinigen_kv.kernels.native.constants import arrays_of, value_arrays
 from infinigen_kv.kernels.native.low_rank import add_low_rank
 from infinigen_kv.kernels.native.partial_keys import append_partial
 from infinigen_kv.kernels.native.resident_set import NativeResidentSet
+from infinigen_kv.kernels.native.selecting import select_tokens
 from infinigen_kv.rehearsal.partial_keys import PartialKeys
 from infinigen_kv.rehearsal.select import UNSOUND, Candidates, Selection
 from infinigen_kv.rehearsal.tail import Tail
@@ -38,7 +38,7 @@ class NativeKernels(Kernels):
         self._margins = np.empty((0, 0), dtype=np.float32)
         self._weights = np.empty((0, 0, 0, 0), dtype=np.float32)
 
-    def choose(
+    def select(
         self,
         query: Tensor,
         keys: PartialKeys,
@@ -57,7 +57,7 @@ class NativeKernels(Kernels):
         # compiled code does not look at where an array ends
         assert marks is None or marks.shape == (rows, keys.length)
         layer = arrays_of(keys)
-        chosen, counts, sound = choose(
+        chosen, counts, sound = select_tokens(
             as_array(grouped),
             np.float32(scaling),
             layer.query,
@@ -104,7 +104,7 @@ class NativeKernels(Kernels):
         group = heads // kv_heads
         weights = self._weight_room(rows, kv_heads, group, columns + 1)
         output = query.new_empty(rows, 1, heads, value_dim)
-        meant = np.full(rows, columns) if counts is None else counts.reshape(-1).numpy()
+        valid = np.full(rows, columns) if counts is None else counts.reshape(-1).numpy()
         queries, own_keys, own_values, outputs = as_arrays(
             query.squeeze(2), keys.squeeze(2), values.squeeze(2), output.squeeze(1)
         )
@@ -116,7 +116,7 @@ class NativeKernels(Kernels):
             value_stride,
             stride,
             NO_INDEX if index is None else index.contiguous().numpy(),
-            meant,
+            valid,
             own_keys,
             own_values,
             np.float32(scaling),
@@ -127,7 +127,7 @@ class NativeKernels(Kernels):
         )
         if not weighed:
             return output, None
-        return output, _columns(weights[:, :, :group], meant, columns)
+        return output, _columns(weights[:, :, :group], valid, columns)
 
     def attend_all(
         self,

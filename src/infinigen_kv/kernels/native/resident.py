@@ -18,7 +18,7 @@ def look_up(
     counts: Any,
     clock: int,
     budget: int,
-    nobody: int,
+    spare_place: int,
 ) -> tuple[Any, Any, Any, int]:
     """Find a step's entries and give the missing ones the places that were used longest ago.
 
@@ -29,20 +29,20 @@ def look_up(
     slots
         ``(B, H_kv, n)`` int64, n at most ``budget``.
     counts
-        ``(B,)`` int64: leading columns that are meant.
+        ``(B,)`` int64: leading columns that count.
     clock
         The time now, later than any use.
-    budget, nobody
+    budget, spare_place
         Places for fetched entries, and the one that stands for "not here".
 
     Returns
     -------
     tuple
         Places ``(B, H_kv, n)``; slots to fetch and their places ``(B, H_kv, m)``, filled up with a
-        slot of the head and ``nobody``; how many entries are to be fetched.
+        slot of the head and ``spare_place``; how many entries are to be fetched.
     """
     rows, heads, columns = slots.shape
-    places = np.full((rows, heads, columns), nobody)
+    places = np.full((rows, heads, columns), spare_place)
     missing = np.zeros((rows, heads), np.int64)
     for row in range(rows):
         for head in range(heads):
@@ -50,13 +50,13 @@ def look_up(
             for column in range(counts[row]):
                 place = here[slots[row, head, column]]
                 found[column] = place
-                if place == nobody:
+                if place == spare_place:
                     missing[row, head] += 1
                 else:
                     times[place] = clock
     most = np.max(missing)
     fetch = np.zeros((rows, heads, most), np.int64)
-    targets = np.full((rows, heads, most), nobody)
+    targets = np.full((rows, heads, most), spare_place)
     if most > 0:
         for row in range(rows):
             for head in range(heads):
@@ -66,30 +66,30 @@ def look_up(
                 targets[row, head, : len(victims)] = victims
                 admit(
                     place_of[row, head], slot_of[row, head], slots[row, head, : counts[row]],
-                    victims, nobody, places[row, head], fetch[row, head],
+                    victims, spare_place, places[row, head], fetch[row, head],
                 )  # fmt: skip
     return places, fetch, targets, np.sum(missing)
 
 
 @compiled
 def admit(
-    place_of: Any, slot_of: Any, slots: Any, victims: Any, nobody: int, places: Any, fetch: Any
+    place_of: Any, slot_of: Any, slots: Any, victims: Any, spare_place: int, places: Any, fetch: Any
 ) -> None:
     """Give the slots of one head that are not here the places ``victims``, in turn."""
     number = 0
     for column in range(len(slots)):
-        if places[column] == nobody:
-            move(place_of, slot_of, slots[column], victims[number], nobody)
+        if places[column] == spare_place:
+            move(place_of, slot_of, slots[column], victims[number], spare_place)
             places[column], fetch[number] = victims[number], slots[column]
             number += 1
 
 
 @compiled
-def move(place_of: Any, slot_of: Any, slot: int, place: int, nobody: int) -> None:
+def move(place_of: Any, slot_of: Any, slot: int, place: int, spare_place: int) -> None:
     """Point a slot at a place and back; who was there before is not here any more."""
     former = slot_of[place]
     if former >= 0:
-        place_of[former] = nobody
+        place_of[former] = spare_place
     slot_of[place] = slot
     if slot >= 0:
         place_of[slot] = place
@@ -109,7 +109,7 @@ def move_in(
     slot_of: Any,
     slots: Any,
     place: int,
-    nobody: int,
+    spare_place: int,
     kept_keys: Any,
     kept_values: Any,
     keys: Any,
@@ -124,9 +124,9 @@ def move_in(
         for head in range(keys.shape[1]):
             if slot >= 0:
                 stale = place_of[row, head, slot]
-                if stale != nobody:
+                if stale != spare_place:
                     slot_of[row, head, stale] = -1
-            move(place_of[row, head], slot_of[row, head], slot, place, nobody)
+            move(place_of[row, head], slot_of[row, head], slot, place, spare_place)
             kept_keys[row, head, place] = keys[row, head]
             kept_values[row, head, place] = values[row, head]
 

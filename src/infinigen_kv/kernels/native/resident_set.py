@@ -14,10 +14,10 @@ from infinigen_kv.storage.pools.resident import Misses, ResidentSet
 class NativeResidentSet(ResidentSet):
     """As `ResidentSet`, on a CPU."""
 
-    def look_up(self, slots: Tensor, meant: Tensor | None) -> tuple[Tensor, Misses | None]:
+    def look_up(self, slots: Tensor, valid: Tensor | None) -> tuple[Tensor, Misses | None]:
         self._clock += 1
         rows, _, columns = slots.shape
-        counts = np.full(rows, columns) if meant is None else meant[:, 0].sum(dim=1).numpy()
+        counts = np.full(rows, columns) if valid is None else valid[:, 0].sum(dim=1).numpy()
         places, fetch, targets, missing = look_up(
             self._place_of.numpy(),
             self._slot_of.numpy(),
@@ -26,7 +26,7 @@ class NativeResidentSet(ResidentSet):
             counts,
             self._clock,
             self.budget,
-            self.nobody,
+            self.spare_place,
         )
         found = torch.from_numpy(places)
         if missing == 0:
@@ -49,7 +49,7 @@ class NativeResidentSet(ResidentSet):
             self._slot_of.numpy(),
             slots[:, 0].contiguous().numpy(),
             place,
-            self.nobody,
+            self.spare_place,
             as_array(self._keys),
             as_array(self._values),
             as_array(keys.squeeze(2)),

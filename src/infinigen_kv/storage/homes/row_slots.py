@@ -58,17 +58,17 @@ class RowSlots:
         return torch.from_numpy(np.stack([each.add(count) for each in self._maps]))
 
     def touch(
-        self, slots: Tensor, meant: Tensor | None, rows: Sequence[bool] | None = None
+        self, slots: Tensor, valid: Tensor | None, rows: Sequence[bool] | None = None
     ) -> None:
         """Note that a step fetched ``slots`` ``(B, H_kv, n)``.
 
-        ``meant`` ``(B, 1 or H_kv, n)`` says which of the columns count; None for all. Only in
+        ``valid`` ``(B, 1 or H_kv, n)`` says which of the columns count; None for all. Only in
         ``rows``, where they are given.
         """
         for row, slot_map in enumerate(self._maps):
             if rows is not None and not rows[row]:
                 continue
-            wanted = slots[row] if meant is None else slots[row][meant[row].expand_as(slots[row])]
+            wanted = slots[row] if valid is None else slots[row][valid[row].expand_as(slots[row])]
             slot_map.touch(wanted.reshape(-1).cpu().numpy())
 
     def remember(self) -> None:

@@ -95,7 +95,7 @@ class LinkedPool(Pool):
         return kept + self._home.side_bytes
 
     @property
-    def room(self) -> int:
+    def resident_budget(self) -> int:
         budget = min(self._budget, self._places)
         return budget if self._slots is None else max(budget, self._slots.capacity // LIKELY)
 
@@ -148,14 +148,14 @@ class LinkedPool(Pool):
     def prefetch(self, selection: Selection, rows: Sequence[bool] | None = None) -> None:
         self.discard()
         slots = selection.index.squeeze(2)
-        meant, wanted = selection.meant()
+        valid, wanted = selection.valid_columns()
         self.lookups.wanted += wanted
         if self._slots is not None:
-            self._slots.touch(slots, meant, rows)
+            self._slots.touch(slots, valid, rows)
         if self._resident is None or slots.shape[2] > self._resident.budget:
             self._fetch = self._start(slots, wanted)
             return
-        places, misses = self._resident.look_up(slots, meant)
+        places, misses = self._resident.look_up(slots, valid)
         self.lookups.hits += wanted - (misses.count if misses else 0)
         if misses is None:
             self._fetch = _Fetch(None, None, places)
@@ -203,16 +203,16 @@ class LinkedPool(Pool):
             if fetch.misses is not None and self._resident is not None:
                 self._resident.forget(fetch.misses)
 
-    def distrust(self) -> None:
+    def forget_resident(self) -> None:
         self._resident = None
 
-    def warm(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+    def fill_resident(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         if self._slots is not None:  # so that the first victims are others
             self._slots.touch(slots, slots >= 0)
             self._slots.remember()
         if self._budget == 0 or slots.shape[2] == 0:
             return
-        self._resident_set(keys, values).warm(slots, keys, values)
+        self._resident_set(keys, values).fill_resident(slots, keys, values)
 
     def truncate(self, length: int) -> None:
         self.discard()

@@ -97,17 +97,17 @@ class Pool(ABC):
     def discard(self) -> None:
         """Forget what was started and will not be collected."""
 
-    def distrust(self) -> None:
+    def forget_resident(self) -> None:
         """Forget what the device keeps beside the home: a step may have left it half-written."""
 
-    def warm(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+    def fill_resident(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """A hint that these slots ``(B, H_kv, n)``, best first, will be wanted soon; -1 for none.
 
         ``keys`` and ``values`` ``(B, H_kv, n, D)`` are theirs, on the device.
         """
 
     @property
-    def room(self) -> int:
+    def resident_budget(self) -> int:
         """Entries per head that `warm` has a use for."""
         return 0
 

@@ -42,8 +42,8 @@ class ResidentSet:
     """Device-side store of one layer's entries, per row and KV head, least recently used out first.
 
     Places 0 to ``budget - 1`` hold fetched entries; ``ring`` more hold the newest tokens, which the
-    device has made itself, each until ``ring`` newer ones have come; one last place, ``nobody``,
-    absorbs writes that are not meant and stands for "not here" in the map from slots to places.
+    device has made itself, each until ``ring`` newer ones have come; one last, ``spare_place``,
+    absorbs writes that are not valid and stands for "not here" in the map from slots to places.
 
     Parameters
     ----------
@@ -61,11 +61,11 @@ class ResidentSet:
         rows, heads = keys.shape[:2]
         self.budget = budget
         self.ring = ring
-        self.nobody = budget + ring
-        places = self.nobody + 1
+        self.spare_place = budget + ring
+        places = self.spare_place + 1
         self._keys = keys.new_zeros(rows, heads, places, keys.shape[3])
         self._values = values.new_zeros(rows, heads, places, values.shape[3])
-        self._place_of = _numbers((rows, heads, capacity + 1), self.nobody, keys.device)
+        self._place_of = _numbers((rows, heads, capacity + 1), self.spare_place, keys.device)
         self._slot_of = _numbers((rows, heads, places), -1, keys.device)
         self._used = _numbers((rows, heads, places), NEVER, keys.device)  # only read below `budget`
         self._clock = 0
@@ -90,19 +90,19 @@ class ResidentSet:
         rows, maps, columns = self._place_of.shape
         if slots + 1 > columns:
             grown = self._place_of.new_full(
-                (rows, maps, max(slots + 1, columns * 3 // 2)), self.nobody
+                (rows, maps, max(slots + 1, columns * 3 // 2)), self.spare_place
             )
             grown[..., : columns - 1] = self._place_of[..., :-1]
             self._place_of = grown
 
-    def look_up(self, slots: Tensor, meant: Tensor | None) -> tuple[Tensor, Misses | None]:
+    def look_up(self, slots: Tensor, valid: Tensor | None) -> tuple[Tensor, Misses | None]:
         """Find a step's entries, and make room for those that are not here.
 
         Parameters
         ----------
         slots
             ``(B, H_kv, n)``, distinct within a head and no more than ``budget``.
-        meant
+        valid
             Boolean, broadcastable to ``slots``: False for those that do not count; None for all.
 
         Returns
@@ -114,11 +114,11 @@ class ResidentSet:
         """
         self._clock += 1
         places = self._place_of.gather(2, slots)
-        missing = places == self.nobody
+        missing = places == self.spare_place
         wanted = places
-        if meant is not None:
-            missing &= meant
-            wanted = places.where(meant, self.nobody)
+        if valid is not None:
+            missing &= valid
+            wanted = places.where(valid, self.spare_place)
         self._used.scatter_(2, wanted, self._clock)
         per_head = missing.sum(dim=2)
         most = int(per_head.max())
@@ -134,7 +134,7 @@ class ResidentSet:
     def forget(self, misses: Misses) -> None:
         """Undo what `look_up` did for entries that will not come."""
         slots = self._slot_of.gather(2, misses.places)
-        self._set_place(slots, torch.full_like(slots, self.nobody))
+        self._set_place(slots, torch.full_like(slots, self.spare_place))
         self._slot_of.scatter_(2, misses.places, -1)
         self._used.scatter_(2, misses.places, NEVER)
 
@@ -156,8 +156,8 @@ class ResidentSet:
         slots = slots[:, None].expand(rows, maps, -1)
         real = slots >= 0
         places = self._place_of.gather(2, slots.where(real, columns - 1))
-        self._slot_of.scatter_(2, places.where(real, self.nobody), -1)
-        self._set_place(slots, torch.full_like(slots, self.nobody))
+        self._slot_of.scatter_(2, places.where(real, self.spare_place), -1)
+        self._set_place(slots, torch.full_like(slots, self.spare_place))
 
     def add_new(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Keep tokens that the device has just made; only the newest ``ring`` of them stay.
@@ -174,7 +174,7 @@ class ResidentSet:
         self._move_in(slots[:, None].expand_as(places), places)
         self._put(places, keys, values)
 
-    def warm(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+    def fill_resident(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Start over with entries of these slots ``(B, H_kv, n)``, the best first; -1 for none.
 
         At most ``budget`` of them stay, and the worst go first. ``keys`` and ``values`` are theirs,
@@ -182,22 +182,22 @@ class ResidentSet:
         """
         self._slot_of[..., : self.budget] = -1
         self._used.fill_(NEVER)
-        self._place_of.fill_(self.nobody)
-        newest = self._slot_of[..., self.budget : self.nobody].contiguous()
-        ring = torch.arange(self.budget, self.nobody, device=slots.device).expand_as(newest)
+        self._place_of.fill_(self.spare_place)
+        newest = self._slot_of[..., self.budget : self.spare_place].contiguous()
+        ring = torch.arange(self.budget, self.spare_place, device=slots.device).expand_as(newest)
         self._set_place(newest, ring)
         slots = slots[..., : self.budget]
         count = slots.shape[2]
         places = torch.arange(slots.shape[2], device=slots.device).expand_as(slots)
-        skipped = self._place_of.gather(2, slots.clamp(min=0)) != self.nobody  # in the ring
+        skipped = self._place_of.gather(2, slots.clamp(min=0)) != self.spare_place  # in the ring
         skipped |= slots < 0
-        self._move_in(slots.masked_fill(skipped, -1), places.masked_fill(skipped, self.nobody))
+        self._move_in(slots.masked_fill(skipped, -1), places.masked_fill(skipped, self.spare_place))
         self._used.scatter_(2, places, (-places).masked_fill(skipped, NEVER))
         self._put(places, keys[:, :, :count], values[:, :, :count])
 
     def truncate(self, length: int) -> None:
         """Forget the slots from ``length`` on."""
-        self._place_of[..., length:] = self.nobody
+        self._place_of[..., length:] = self.spare_place
         stale = self._slot_of >= length
         self._slot_of.masked_fill_(stale, -1)
         self._used.masked_fill_(stale, NEVER)
@@ -212,9 +212,9 @@ class ResidentSet:
 
     def _admit(self, slots: Tensor, missing: Tensor, per_head: Tensor, most: int) -> Misses:
         """Give the missing slots the places that were used longest ago."""
-        wanted, real = choose(slots, missing, per_head, most)
+        wanted, real = marked_first(slots, missing, per_head, most)
         victims = self._used[..., : self.budget].topk(most, dim=2, largest=False).indices
-        places = victims.where(real, self.nobody)
+        places = victims.where(real, self.spare_place)
         self._used.scatter_(2, places, self._clock)
         self._move_in(wanted.where(real, -1), places)
         return Misses(wanted.where(real, wanted[..., :1]), places, int(per_head.sum()))
@@ -222,10 +222,10 @@ class ResidentSet:
     def _move_in(self, slots: Tensor, places: Tensor) -> None:
         """Point slots at places and back; who was there before is not here any more.
 
-        ``slots`` of -1 go to the place ``nobody`` and change nothing that is read.
+        ``slots`` of -1 go to the place ``spare_place`` and change nothing that is read.
         """
         former = self._slot_of.gather(2, places)
-        self._set_place(former, torch.full_like(former, self.nobody))
+        self._set_place(former, torch.full_like(former, self.spare_place))
         self._slot_of.scatter_(2, places, slots)
         self._set_place(slots, places)
 
@@ -240,7 +240,9 @@ class ResidentSet:
         self._values.view(-1, self._values.shape[3])[flat] = values.reshape(-1, values.shape[3])
 
 
-def choose(slots: Tensor, chosen: Tensor, per_head: Tensor, most: int) -> tuple[Tensor, Tensor]:
+def marked_first(
+    slots: Tensor, chosen: Tensor, per_head: Tensor, most: int
+) -> tuple[Tensor, Tensor]:
     """The chosen ones of ``slots`` first, ``(B, H, most)``, and which of these are chosen ones."""
     columns = chosen.to(torch.uint8).topk(most, dim=2).indices
     real = torch.arange(most, device=slots.device) < per_head.unsqueeze(2)

@@ -35,7 +35,7 @@ KERNELS = [NativeKernels, TorchKernels]
 
 @dataclass
 class Problem:
-    """What `Kernels.choose` is asked; ``real`` ``(B, T)`` is False for padding."""
+    """What `Kernels.select` is asked; ``real`` ``(B, T)`` is False for padding."""
 
     query: Tensor
     keys: Tensor
@@ -63,7 +63,7 @@ class Problem:
     ) -> list[list[list[int]]]:
         """Chosen tokens by row and KV head."""
         assert not isinstance(self.config.alpha, tuple)
-        selection = kernels.choose(
+        selection = kernels.select(
             self.query,
             PartialKeys(self.keys, self.projection),
             candidates or self.step.candidates,
@@ -245,7 +245,7 @@ def test_the_best_token_may_be_anywhere(tokens: int, group: int) -> None:
     for token in range(tokens):
         partial.storage[..., :tokens] = -100
         partial.storage[..., token] = -3
-        found = NativeKernels().choose(
+        found = NativeKernels().select(
             problem.query, partial, problem.step.candidates, scaling=1.0, alpha=1.0, softcap=None
         )
         assert chosen(found) == [[[token]]]
@@ -349,7 +349,7 @@ def test_choose_among_held_tokens(
 
 def test_columns_that_are_not_meant_are_tokens_of_the_row() -> None:
     problem = make(1, tokens=30, padding=(0, 20), alpha=0.0, max_fetch=0.3)
-    selection = NativeKernels().choose(
+    selection = NativeKernels().select(
         problem.query,
         PartialKeys(problem.keys, problem.projection),
         problem.step.candidates,
@@ -366,7 +366,7 @@ def test_columns_that_are_not_meant_are_tokens_of_the_row() -> None:
 
 def test_one_row_needs_no_counts() -> None:
     problem = make(2, rows=1)
-    selection = NativeKernels().choose(
+    selection = NativeKernels().select(
         problem.query,
         PartialKeys(problem.keys, problem.projection),
         problem.step.candidates,
@@ -395,7 +395,7 @@ def test_only_the_written_tokens_count(kernels: type[Kernels]) -> None:
     partial = PartialKeys(problem.keys, problem.projection)
     assert partial.storage.shape[3] > 25
     partial.storage[..., 25:] = math.nan
-    selection = kernels().choose(
+    selection = kernels().select(
         problem.query,
         partial,
         problem.step.candidates,
@@ -449,7 +449,7 @@ def test_scores_that_are_no_numbers_are_reported(
         partial.storage[0, 1, :, tokens] = number
     used = kernels()
     with pytest.raises(InfiniGenError, match="NaN or infinity"):
-        used.choose(
+        used.select(
             query, partial, problem.step.candidates, scaling=SCALING, alpha=3.0, softcap=softcap
         )
     check(problem, problem.solved_by(used), atol=1e-5)
@@ -469,7 +469,7 @@ def test_minus_infinity_is_never_chosen(kernels: type[Kernels]) -> None:
         problem.query[:], problem.projection.query[:] = 1, 1
         partial = PartialKeys(problem.keys, problem.projection)
         partial.storage[0, :, 0, :6] = torch.tensor(scores)
-        found = kernels().choose(
+        found = kernels().select(
             problem.query,
             partial,
             problem.step.candidates,
@@ -494,7 +494,7 @@ def test_what_padding_holds_is_not_looked_at(kernels: type[Kernels]) -> None:
     problem = make(7, tokens=20, padding=(0, 6), alpha=2.0)
     partial = PartialKeys(problem.keys, problem.projection)
     partial.storage[1, :, :, :6] = math.nan
-    selection = kernels().choose(
+    selection = kernels().select(
         problem.query, partial, problem.step.candidates, scaling=SCALING, alpha=2.0, softcap=None
     )
     check(problem, chosen(selection))

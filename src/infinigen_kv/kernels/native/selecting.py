@@ -1,6 +1,6 @@
 """Rehearsed scores, threshold, mean count and the best tokens, in compiled code.
 
-The same rule as `rehearsal.select.choose`, for one query per row.
+The same rule as `rehearsal.select.select_tokens`, for one query per row.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TIE_SHARE, TIE_LIMIT = np.float32(select.TIE_SHARE), np.float32(select.TIE_LIMIT
 
 
 @compiled
-def choose(
+def select_tokens(
     query: Any,
     scaling: np.float32,
     projection: Any,
