@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, cast
 
 import pytest
@@ -24,7 +25,7 @@ from calibrating import (
     tokens,
 )
 from infinigen_kv import InfiniGenConfig, InputError, LanguageModel, attach
-from infinigen_kv.cache.forward import prefill
+from infinigen_kv.cache.forward import decode, prefill
 from infinigen_kv.cache.recorder import FetchRecorder
 from infinigen_kv.models.loading import LoadedModel
 
@@ -188,6 +189,60 @@ def test_assisted_decoding_equals_plain_greedy(family: str, policy: str, kind: s
         actual = generate(model, ids, cache, new=16, **options)
     assert actual.tolist() == expected.tolist()
     assert cache.get_seq_length() == ids.shape[1] + 15
+
+
+@pytest.mark.parametrize("kind", ["assistant", "itself", "lookup"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"refit_every": 5}, {"min_context": 43}, {"rehearsal": "paper"}], ids=str
+)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3", "opt"])
+def test_drafts_see_what_they_would_see_one_by_one(
+    family: str, settings: dict[str, Any], kind: str
+) -> None:
+    """Where something is selected: the first drafts, which come with the prompt, drafts across a
+    refit, and drafts across the shortest context that selects.
+    """
+    model = tiny.TINY[family]()
+    ids = tokens(1, 12, seed=3).repeat(1, 3)
+    options: dict[str, Any] = {
+        "assistant": lambda: {"assistant_model": _near_copy(family)},
+        "itself": lambda: {"assistant_model": tiny.TINY[family]()},
+        "lookup": lambda: {"prompt_lookup_num_tokens": 6},
+    }[kind]()
+    with attach(model, calibrate_tiny(model), selecting(**settings)) as session:
+        plain, assisted = session.new_cache(), session.new_cache()
+        scored = {"output_logits": True, "return_dict_in_generate": True}
+        expected = generate(model, ids, plain, new=24, **scored)
+        actual = generate(model, ids, assisted, new=24, **options, **scored)
+    assert actual.sequences.tolist() == expected.sequences.tolist()
+    assert_close(torch.stack(actual.logits), torch.stack(expected.logits), atol=1e-4, rtol=1e-4)
+    assert assisted.get_seq_length() == plain.get_seq_length()
+
+
+@pytest.mark.parametrize("failing", [1, 2, 3])
+def test_a_piece_of_drafts_that_fails_takes_the_others_back(
+    llama: tuple[Any, Any], failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = llama
+    ids, drafts = tokens(1, 40), tokens(1, 8, seed=1)
+    with attach(*llama, selecting(refit_every=3)) as session:
+        cache = session.new_cache()
+        prefill(session, cache, ids)
+        expected = decode(model, drafts, copy.deepcopy(cache))
+        calls = iter(range(1, 9))
+        norm = model.model.norm.forward
+
+        def fails(hidden: Tensor) -> Tensor:
+            if next(calls) == failing:
+                raise RuntimeError("lost")
+            return cast(Tensor, norm(hidden))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(model.model.norm, "forward", fails)
+            with pytest.raises(RuntimeError, match="lost"):
+                decode(model, drafts, cache)
+        assert cache.get_seq_length() == 40
+        assert_close(decode(model, drafts, cache), expected, atol=1e-4, rtol=1e-4)
 
 
 def _near_copy(family: str) -> Any:

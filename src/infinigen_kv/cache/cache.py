@@ -72,6 +72,7 @@ class InfiniGenCache(CacheStatistics):
         self._interrupted = False
         self._lost = False
         self._phase = Phase()
+        self.earlier_pieces: list[Any] = []
 
     @property
     def is_interrupted(self) -> bool:
@@ -104,6 +105,20 @@ class InfiniGenCache(CacheStatistics):
         with self._phase.decoding():
             yield
 
+    def tokens_of_piece(self, queries: int) -> int:
+        """Up to the end of the prompt, or to the next refit where the tokens select."""
+        start = self.get_seq_length()
+        limit: int | None = self._phase.until_decoding(start) or None
+        if limit is None and queries > 1 and self._phase.decodes(start, queries):
+            each = [layer.policy.until_refit(start) for layer in self.offloaded]
+            limit = min((tokens for tokens in each if tokens is not None), default=None)
+        return queries if limit is None else min(limit, queries)
+
+    def expect_verification(self, tokens: int, drafts: int) -> None:
+        """The first forward of assisted decoding holds the prompt, too, which does not select."""
+        if self._phase.awaits_drafts and 0 < drafts < tokens:
+            self.expect_prompt(self.get_seq_length() + tokens - drafts)
+
     def begin_forward(
         self, *, queries: int, rows: int, attention_mask: Tensor | None, position_ids: Tensor
     ) -> None:
@@ -121,6 +136,7 @@ class InfiniGenCache(CacheStatistics):
             config=self.config,
             recorder=self.recorder,
             prompt_ends=self._phase.ends_prompt(start, queries),
+            drafts=self._phase.verifies_drafts,
         )
         if self._step.selecting and queries > 1:
             self._check_room(queries)

@@ -78,6 +78,15 @@ class EngineCache(ProcessBound, Cache):
     """
 
     owner: Owner
+    earlier_pieces: list[Any]
+    """Outputs of the pieces of a forward whose last one is under way; see `session.pieces`."""
+
+    def tokens_of_piece(self, queries: int) -> int:
+        """How many of the next ``queries`` tokens one forward may read, at least 1."""
+        return queries
+
+    def expect_verification(self, tokens: int, drafts: int) -> None:
+        """The next forward reads ``tokens`` tokens, the last ``drafts`` of which are drafts."""
 
     @abstractmethod
     def begin_forward(

@@ -39,21 +39,10 @@ def forward(
 def decode(model: PreTrainedModel, token_ids: Tensor, cache: InfiniGenCache) -> Tensor:
     """Logits ``(B, Q, V)`` of tokens ``(B, Q)`` that select, as if each were a decode step.
 
-    In as few forwards as that allows.
+    In as few pieces as that allows, see `session.pieces`.
     """
-    logits = []
     with cache.decoding():
-        while token_ids.shape[1] > 0:
-            count = _until_refit(cache) or token_ids.shape[1]
-            logits.append(forward(model, token_ids[:, :count], cache))
-            token_ids = token_ids[:, count:]
-    return torch.cat(logits, dim=1)
-
-
-def _until_refit(cache: InfiniGenCache) -> int | None:
-    length = cache.get_seq_length()
-    each = [layer.policy.until_refit(length) for layer in cache.offloaded]
-    return min((tokens for tokens in each if tokens is not None), default=None)
+        return forward(model, token_ids, cache)
 
 
 def timed_forward(model: PreTrainedModel, token_ids: Tensor, cache: Any) -> tuple[Tensor, float]:

@@ -38,6 +38,20 @@ class Phase:
         self._prompt_until = tokens
         self._drafting = "no" if self._drafting == "yes" else self._drafting
 
+    @property
+    def verifies_drafts(self) -> bool:
+        """Whether the tokens of short forwards are drafts."""
+        return self._drafting == "yes"
+
+    @property
+    def awaits_drafts(self) -> bool:
+        """Whether the next forward is the first one that verifies drafts."""
+        return self._drafting == "armed"
+
+    def until_decoding(self, start: int) -> int:
+        """Tokens of a prompt that are still to come."""
+        return max(0, self._prompt_until - start)
+
     def expect_drafts(self) -> None:
         """Short forwards after the next one verify drafts."""
         self._drafting = "armed"

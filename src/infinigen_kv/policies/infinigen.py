@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from copy import copy
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,12 +17,22 @@ from infinigen_kv.policies.candidates import HeldCandidates
 from infinigen_kv.policies.rehearsal_layer import RehearsalLayer
 from infinigen_kv.policies.step import Step
 from infinigen_kv.rehearsal.partial_keys import PartialKeys
-from infinigen_kv.rehearsal.recent import SeenTokens
+from infinigen_kv.rehearsal.recent import MAX_WAITING, SeenTokens
 from infinigen_kv.rehearsal.running import RunningStatistics
 from infinigen_kv.rehearsal.select import Candidates, Selection, likely_tokens, select_tokens
 from infinigen_kv.rehearsal.statistics import Moments, Projection, PromptStatistics
 from infinigen_kv.rehearsal.tail import Tail, ValueMap
 from infinigen_kv.storage.pools.pool import Pool
+
+
+class _Fit(NamedTuple):
+    """What a refit replaces."""
+
+    partial_keys: PartialKeys
+    value_map: ValueMap | None
+    next_fit: tuple[int, ...]
+    known: int
+
 
 NEVER = sys.maxsize  # tokens; of rows whose first selection is still to come
 
@@ -52,6 +63,7 @@ class InfiniGenPolicy(Policy):
         self._value_map: ValueMap | None = None
         self._allowed: Tensor | None = None
         self._pending_query: Tensor | None = None
+        self._earlier: list[_Fit] = []  # while drafts that made refits may be taken back
         self._known = 0  # tokens until the last of those that the fit was made from
         self._covered = 0  # tokens that the partial keys have followed
         self._outdate()
@@ -66,11 +78,13 @@ class InfiniGenPolicy(Policy):
         other = InfiniGenPolicy(self._layer, self._config, self._kernels)
         other.__dict__.update(self.__dict__)
         other._running, other._partial_keys = copy(self._running), copy(self._partial_keys)
+        other._earlier = []
         return other
 
     @property
     def nbytes(self) -> int:
-        parts = (self._partial_keys, self._value_map)
+        parts = [self._partial_keys, self._value_map]
+        parts += [part for fit in self._earlier for part in (fit.partial_keys, fit.value_map)]
         return sum(part.nbytes for part in parts if part is not None)
 
     def predict(self, hidden: Tensor, step: Step) -> Tensor | None:
@@ -121,6 +135,8 @@ class InfiniGenPolicy(Policy):
         if not fitted:
             self._append(keys, slots)
         self._covered = step.start + step.queries
+        if self._covered >= self._known + MAX_WAITING:
+            self._earlier = []  # a refit is not taken back any more
 
     def _append(self, keys: Tensor, slots: Tensor | None) -> None:
         assert self._partial_keys is not None
@@ -185,13 +201,20 @@ class InfiniGenPolicy(Policy):
             self._forget()
             return
         self._running.truncate(length)
-        if length < self._known:
+        if length < self._known and not self._restore_fit(length):
             self._forget_fit()
         elif self._partial_keys is not None:
             self._partial_keys.truncate(length)
             self._covered = min(self._covered, length)
 
+    def _restore_fit(self, length: int) -> bool:
+        """Take refits back that would not have been made yet without the drafts taken back."""
+        while self._earlier and length < self._known:
+            (self._partial_keys, self._value_map, self._next_fit, self._known) = self._earlier.pop()
+        return length >= self._known
+
     def take_rows(self, index: Tensor) -> None:
+        self._earlier = []
         self._running.take_rows(index)
         if self._partial_keys is not None:
             self._partial_keys.take_rows(index)
@@ -234,6 +257,9 @@ class InfiniGenPolicy(Policy):
             self._running.complete(*pool.all(), step.visible, pool.positions)
         moments, partial_keys = self._running.total(), self._partial_keys
         assert partial_keys is not None and isinstance(moments, Moments)
+        if step.drafts:
+            earlier = _Fit(partial_keys, self._value_map, self._next_fit, self._known)
+            self._earlier = [*self._earlier, earlier]
         due = tuple(step.start >= each for each in self._next_fit)
         keep = torch.tensor([not each for each in due], device=moments.device)
         self._partial_keys = partial_keys.refitted(moments, keep)

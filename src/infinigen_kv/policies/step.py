@@ -70,6 +70,8 @@ class Step:
         Told what each layer attends to, or None.
     prompt_ends
         Whether a prompt ends with this forward; None if nobody said.
+    drafts
+        Whether its tokens may be taken back by assisted decoding.
     """
 
     def __init__(
@@ -84,8 +86,10 @@ class Step:
         config: InfiniGenConfig,
         recorder: Recorder | None = None,
         prompt_ends: bool | None = None,
+        drafts: bool = False,
     ) -> None:
         self.prompt_ends = prompt_ends
+        self.drafts = drafts
         self.start = start
         self.queries = queries
         self.rows = rows

@@ -19,6 +19,7 @@ from infinigen_kv.cache.masks import decoder_mask
 from infinigen_kv.errors import CacheStateError, InputError
 from infinigen_kv.models.soundness import check_known
 from infinigen_kv.session.attached_attention import ATTENTION, AttachedAttention
+from infinigen_kv.session.pieces import join_pieces, run_pieces
 
 
 class SessionHook:
@@ -60,11 +61,17 @@ def add_hooks(session: Owner, undo: ExitStack) -> None:
     """Hook the decoder and the attention of every layer."""
     decoder = session.adapter.decoder
     # each on its own line: one that cannot be added must not leave an earlier one behind
+    note = session.model.register_forward_pre_hook(SessionHook(_note_drafts), with_kwargs=True)
+    undo.callback(note.remove)
+    divide = decoder.register_forward_pre_hook(SessionHook(_divide), with_kwargs=True)
+    undo.callback(divide.remove)
     begin, end = SessionHook(_begin_forward, session), SessionHook(_end_forward)
     before = decoder.register_forward_pre_hook(begin, with_kwargs=True)
     undo.callback(before.remove)
     after = decoder.register_forward_hook(end, with_kwargs=True, always_call=True)
     undo.callback(after.remove)
+    join = decoder.register_forward_hook(SessionHook(_join), with_kwargs=True, always_call=True)
+    undo.callback(join.remove)
     for spec in session.adapter.layers:
         hook = SessionHook(_attention_input, session, spec.index)
         undo.callback(spec.module.register_forward_pre_hook(hook, with_kwargs=True).remove)
@@ -102,13 +109,46 @@ def infinigen_attention(
     return output, None
 
 
+def _note_drafts(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Before the model runs: assisted decoding asks for the logits of its drafts, and of the token
+    before them.
+    """
+    named = _by_name(model, args, kwargs)
+    cache, wanted, shown = _find_cache(named), named.get("logits_to_keep"), _shown(named)
+    if cache is not None and isinstance(wanted, int) and shown is not None:
+        cache.expect_verification(shown.shape[1], wanted - 1)
+
+
+def _divide(
+    decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Before the decoder runs: run it for the pieces that have to come first."""
+    named = _by_name(decoder, args, kwargs)
+    cache, shown = _find_cache(named), _shown(named)
+    if cache is None or shown is None or shown.shape[1] < 2:
+        return None
+    last = run_pieces(decoder, cache, named, shown.shape[1])
+    return None if last is None else ((), last)
+
+
+def _join(decoder: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+    """After the decoder ran, or failed: put the pieces together."""
+    cache = _find_cache(_by_name(decoder, args, kwargs))
+    return None if cache is None else join_pieces(cache, output)
+
+
+def _shown(named: dict[str, Any]) -> Tensor | None:
+    """The new tokens, ``(B, Q)`` or ``(B, Q, M)``."""
+    embedded: Tensor | None = named.get("inputs_embeds")
+    return named.get("input_ids") if embedded is None else embedded
+
+
 def _begin_forward(
     session: Owner, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Before the decoder runs: tell the cache what is coming."""
     named = _by_name(decoder, args, kwargs)
-    shown = named.get("inputs_embeds")
-    shown = named.get("input_ids") if shown is None else shown
+    shown = _shown(named)
     _check_outputs(decoder, named)
     cache = _find_cache(named)
     if cache is None:
