@@ -244,7 +244,7 @@ def _break(where: str, failure: type[BaseException]) -> tuple[dict[str, Any], bo
 
 
 @pytest.mark.parametrize("kind", ["register_forward_pre_hook", "register_forward_hook"])
-@pytest.mark.parametrize("call", range(6))
+@pytest.mark.parametrize("call", range(8))
 def test_attach_raises_midway(
     llama: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, kind: str, call: int
 ) -> None:
@@ -267,7 +267,7 @@ def test_attach_raises_midway(
         else:
             raised = False
         monkeypatch.undo()
-    assert raised == (call < {"register_forward_pre_hook": 5, "register_forward_hook": 1}[kind])
+    assert raised == (call < {"register_forward_pre_hook": 7, "register_forward_hook": 2}[kind])
 
 
 def test_set_attention_raises_midway(
