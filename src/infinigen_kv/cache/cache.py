@@ -72,7 +72,6 @@ class InfiniGenCache(CacheStatistics):
         self._interrupted = False
         self._lost = False
         self._phase = Phase()
-        self.earlier_pieces: list[Any] = []
 
     @property
     def is_interrupted(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
@@ -78,7 +78,7 @@ class EngineCache(ProcessBound, Cache):
     """
 
     owner: Owner
-    earlier_pieces: list[Any]
+    earlier_pieces: Sequence[Any] = ()
     """Outputs of the pieces of a forward whose last one is under way; see `session.pieces`."""
 
     def tokens_of_piece(self, queries: int) -> int:

@@ -48,7 +48,7 @@ def run_pieces(
 
     Where a piece fails, the tokens of those before it are taken back.
     """
-    cache.earlier_pieces = []
+    cache.earlier_pieces = ()
     start, done, outputs = cache.get_seq_length(), 0, list[BaseModelOutputWithPast]()
     if not divisible(named):
         return None
@@ -67,7 +67,7 @@ def run_pieces(
 
 def join_pieces(cache: EngineCache, output: Any) -> Any:
     """The output of the whole forward, given that of its last piece, None where that failed."""
-    earlier, cache.earlier_pieces = cache.earlier_pieces, []
+    earlier, cache.earlier_pieces = cache.earlier_pieces, ()
     if not earlier:
         return None
     if output is None:

@@ -208,7 +208,8 @@ class LinkedPool(Pool):
 
     def fill_resident(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         if self._slots is not None:  # so that the first victims are others
-            self._slots.touch(slots, slots >= 0)
+            best = slots[..., : self._slots.capacity // LIKELY]  # whatever the resident set holds
+            self._slots.touch(best, best >= 0)
             self._slots.remember()
         if self._budget == 0 or slots.shape[2] == 0:
             return
