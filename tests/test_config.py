@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from infinigen_kv.config import OWN_DEFAULTS, InfiniGenConfig
+from infinigen_kv.config import INDEX_BITS, OWN_DEFAULTS, InfiniGenConfig
 from infinigen_kv.errors import InputError
 
 NAN, INFINITY = float("nan"), float("inf")
@@ -47,6 +47,40 @@ BAD: list[tuple[str, Any, str]] = [
         for value in ("Paper", "", "oracle", None, 1, True, NAN, ["paper"])
     ),
     *(("tail", value, "True or False") for value in (0, 1, 1.0, "yes", [True], NAN)),
+    *(
+        ("index_bits", value, INDEX_BITS)
+        for value in (
+            "",
+            "4",
+            "x",
+            "4x",
+            "x4",
+            "4x0",
+            "1x4",
+            "5x4",
+            "8x16",
+            "2x16+3x32",
+            "4x8+4x8",
+            "4x8+",
+            "+4x8",
+            "4x8,2x8",
+            "4 x 8",
+            "4x8 ",
+            "4x-8",
+            "4x08",
+            "4x8.0",
+            "4x123456",
+            "\u0664x8",
+            4,
+            4.0,
+            True,
+            NAN,
+            ("4x8",),
+            ["4x8"],
+            b"4x8",
+            (4, 8),
+        )
+    ),
 ]
 GOOD: list[tuple[str, Any]] = [
     ("alpha", 0), ("alpha", 0.0), ("alpha", 7), ("alpha", 1e9),
@@ -59,6 +93,8 @@ GOOD: list[tuple[str, Any]] = [
     ("min_context", 1), ("min_context", 100_000),
     ("rehearsal", "paper"), ("rehearsal", "calibrated"),
     ("tail", True), ("tail", False), ("refit_every", 0), ("refit_every", 10_000),
+    ("index_bits", "2x1"), ("index_bits", "4x64"), ("index_bits", "4x16+3x16+2x32"),
+    ("index_bits", None),
 ]  # fmt: skip
 
 
@@ -92,6 +128,22 @@ def test_only_the_calibrated_rehearsal_is_fitted_anew() -> None:
     message = "refit_every=64 is not valid with rehearsal='paper'"
     with pytest.raises(InputError, match=message):
         InfiniGenConfig(rehearsal="paper", refit_every=64)
+
+
+def test_few_bits_say_how_many_dimensions() -> None:
+    config = InfiniGenConfig(index_bits="4x2+3x16+2x32")
+    assert config.partial_dim(64) == 50 and config.partial_ratio is None
+    assert config.index_widths == ((4, 2), (3, 16), (2, 32))
+    assert InfiniGenConfig().index_widths == ()
+    assert dataclasses.replace(config, alpha=1.0).index_bits == config.index_bits
+    message = "index_bits='4x2+3x16+2x32' is not valid for this model: it has 50 dimensions, and"
+    with pytest.raises(InputError, match=re.escape(message)):
+        config.partial_dim(48)
+    message = "index_bits='4x8' says how many .*, and so does partial_ratio=0.5: leave one of them"
+    with pytest.raises(InputError, match=message):
+        InfiniGenConfig(index_bits="4x8", partial_ratio=0.5)
+    with pytest.raises(InputError, match="index_bits='4x8' is not valid with rehearsal='paper'"):
+        InfiniGenConfig(index_bits="4x8", rehearsal="paper")
 
 
 def test_every_field_is_covered_here() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from typing import Any, Literal, get_args
 
 from infinigen_kv.errors import InputError
@@ -33,6 +35,10 @@ OWN_DEFAULTS: dict[str, dict[str, Any]] = {
 }
 """What each rehearsal uses for settings that are None; ``paper`` as published for Llama models."""
 
+INDEX_BITS = (
+    "bits x dimensions, bits of 4, 3 or 2 and fewer and fewer, such as '3x16+2x32', or None"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class InfiniGenConfig:
@@ -49,7 +55,12 @@ class InfiniGenConfig:
         (section 4.3; natural-log units, since scores are exponents of the softmax). One number for
         all layers, or one for each layer of the model.
     partial_ratio
-        Rank R of the rehearsal's score as a share of the head dimension D, in (0, 1].
+        Rank R of the rehearsal's score as a share of the head dimension D, in (0, 1]. None where
+        ``index_bits`` says R.
+    index_bits
+        Partial keys as codes of few bits (`rehearsal.codes`): how many dimensions have how many
+        bits, the first ones the most, e.g. ``"3x16+2x32"`` for 16 of 3 bits and 32 of 2. None for
+        the model's own numbers. Only for the calibrated rehearsal.
     recent_tokens, sink_tokens
         The newest and the oldest cached tokens that every step attends to. A home with a capacity
         never evicts the latter, up to two tokens below it.
@@ -87,15 +98,20 @@ class InfiniGenConfig:
     min_context: int = 256
     tail: bool = None  # type: ignore[assignment]
     refit_every: int = None  # type: ignore[assignment]
+    index_bits: str | None = None
 
     def __post_init__(self) -> None:
         if self.rehearsal not in get_args(RehearsalName):
             raise _invalid("rehearsal", self.rehearsal, "one of 'calibrated', 'paper'")
+        coded = self.index_bits is not None
         for name, own in OWN_DEFAULTS[self.rehearsal].items():
-            if getattr(self, name) is None:
+            if getattr(self, name) is None and not (coded and name == "partial_ratio"):
                 object.__setattr__(self, name, own)
         self._check_alpha()
-        self._check_real("partial_ratio", lambda v: 0 < v <= 1, "a number in (0, 1]")
+        if coded:
+            self._check_index_bits()
+        else:
+            self._check_real("partial_ratio", lambda v: 0 < v <= 1, "a number in (0, 1]")
         self._check_real("max_fetch", lambda v: 0 < v <= 1, "a number in (0, 1]")
         self._check_integer("first_layer", 1)
         self._check_integer("recent_tokens", 0)
@@ -126,6 +142,20 @@ class InfiniGenConfig:
                 "finite numbers >= 0, one for each layer" if by_layer else "a finite number >= 0"
             )
             raise _invalid("alpha", given, allowed)
+
+    def _check_index_bits(self) -> None:
+        if not isinstance(self.index_bits, str) or not _is_falling(self.index_bits):
+            raise _invalid("index_bits", self.index_bits, INDEX_BITS)
+        if self.rehearsal == "paper":
+            raise InputError(
+                f"index_bits={self.index_bits!r} is not valid with rehearsal='paper', whose "
+                "columns come in no order; leave index_bits out, or use rehearsal='calibrated'"
+            )
+        if self.partial_ratio is not None:
+            raise InputError(
+                f"index_bits={self.index_bits!r} says how many partial dimensions there are, and "
+                f"so does partial_ratio={self.partial_ratio!r}: leave one of them out"
+            )
 
     def _check_real(self, name: str, accept: Any, allowed: str) -> None:
         value = getattr(self, name)
@@ -164,8 +194,40 @@ class InfiniGenConfig:
         return self.alpha[layer]
 
     def partial_dim(self, head_dim: int) -> int:
-        """Rank R of the rehearsal's score for a head dimension D."""
-        return max(1, round(self.partial_ratio * head_dim))
+        """Rank R of the rehearsal's score for a head dimension D.
+
+        Raises
+        ------
+        InputError
+            If ``index_bits`` has more dimensions than that.
+        """
+        if self.index_bits is None:
+            return max(1, round(self.partial_ratio * head_dim))
+        rank = sum(dims for _, dims in self.index_widths)
+        if rank > head_dim:
+            raise InputError(
+                f"index_bits={self.index_bits!r} is not valid for this model: it has {rank} "
+                f"dimensions, and the model's heads have {head_dim}"
+            )
+        return rank
+
+    @property
+    def index_widths(self) -> tuple[tuple[int, int], ...]:
+        """Pairs of bits and dimensions of ``index_bits``, in its order; () for None."""
+        return () if self.index_bits is None else _widths(self.index_bits)
+
+
+def _widths(index_bits: str) -> tuple[tuple[int, int], ...]:
+    pairs = (each.split("x") for each in index_bits.split("+"))
+    return tuple((int(bits), int(dims)) for bits, dims in pairs)
+
+
+def _is_falling(index_bits: str) -> bool:
+    """Whether these are dimensions with fewer and fewer of 4, 3 or 2 bits."""
+    if not re.fullmatch(r"[234]x[1-9]\d{0,4}(\+[234]x[1-9]\d{0,4})*", index_bits, re.ASCII):
+        return False
+    bits = [each for each, _ in _widths(index_bits)]
+    return all(first > second for first, second in pairwise(bits))
 
 
 def is_finite(value: object) -> bool:

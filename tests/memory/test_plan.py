@@ -151,6 +151,18 @@ def test_prompt_in_chunks(llama: tuple[Any, Calibration]) -> None:
         check_layers(cache, planned(session, llama[1], rows=2, prompt_chunk=64))
 
 
+@pytest.mark.parametrize("name", ["link", "disk"])
+def test_coded_partial_keys(llama: tuple[Any, Calibration], tmp_path: Path, name: str) -> None:
+    coded = selecting(index_bits="3x4+2x8", partial_ratio=None)
+    found = []
+    for config in (coded, selecting(partial_ratio=0.75)):
+        with attach(*llama, config, storage_of(APART[name], tmp_path)) as session:
+            plan = planned(session, llama[1], rows=2)
+            check_layers(filled(session, 2), plan)
+            found.append(plan["partial keys"].device)
+    assert found[0] < 0.4 * found[1]
+
+
 def test_padding_changes_nothing(llama: tuple[Any, Calibration]) -> None:
     with attach(*llama, selecting(), StorageConfig(link=FAST, codec="int8")) as session:
         _, mask = left_padded(tokens(2, PROMPT + NEW), (0, 100))

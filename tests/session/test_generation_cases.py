@@ -193,7 +193,19 @@ def test_assisted_decoding_equals_plain_greedy(family: str, policy: str, kind: s
 
 @pytest.mark.parametrize("kind", ["assistant", "itself", "lookup"])
 @pytest.mark.parametrize(
-    "settings", [{}, {"refit_every": 5}, {"min_context": 43}, {"rehearsal": "paper"}], ids=str
+    "settings",
+    [
+        {},
+        {"refit_every": 5},
+        {"min_context": 43},
+        {"rehearsal": "paper"},
+        {
+            "refit_every": 5,
+            "index_bits": "3x4+2x4",
+            "partial_ratio": None,
+        },
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3", "opt"])
 def test_drafts_see_what_they_would_see_one_by_one(

@@ -121,6 +121,7 @@ class CacheBlueprint:
     def _rehearsal(self, spec: LayerSpec) -> RehearsalLayer:
         if spec.index not in self._rehearsals:
             assert self._calibration is not None
+            self._plan.config.partial_dim(spec.head_dim)  # an error if there are too many
             fitted = self._calibration.layers[spec.index]
             paper = self._plan.config.rehearsal == "paper"
             correction = None if paper else fitted

@@ -84,6 +84,8 @@ class Calibration:
         """
         calibrated = given.get("rehearsal") in (None, "calibrated")
         own = self.tuned.settings if self.tuned is not None and calibrated else {}
+        if given.get("index_bits") is not None:  # which says what the ratio does
+            own = {name: value for name, value in own.items() if name != "partial_ratio"}
         return InfiniGenConfig.from_dict({**own, **given})
 
     def storage(

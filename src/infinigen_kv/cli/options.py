@@ -126,6 +126,15 @@ class SelectionOptions:
             + _own("partial_ratio"),
         ),
     ] = None
+    index_bits: Annotated[
+        str | None,
+        _selection(
+            "--index-bits",
+            "BITSxN+...",
+            "Keep what the prediction scores as codes of few bits: dimensions by their bits (4, 3 "
+            "or 2), e.g. 3x16+2x32. In the place of --partial-ratio. [default: the model's type]",
+        ),
+    ] = None
     max_fetch: Annotated[
         float | None,
         _selection(

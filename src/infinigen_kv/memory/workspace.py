@@ -14,7 +14,7 @@ import torch
 from infinigen_kv.attention.dense import QUERY_BLOCK, SCORES
 from infinigen_kv.memory.geometry import LayerGeometry
 from infinigen_kv.memory.layers import LayerPlanner
-from infinigen_kv.rehearsal.statistics import TOKEN_BLOCK
+from infinigen_kv.rehearsal.projection import TOKEN_BLOCK
 from infinigen_kv.storage.homes.packed import CHUNK
 from infinigen_kv.storage.homes.pinned import pinned_size
 from infinigen_kv.storage.link.staging import BUFFERS, staging_size

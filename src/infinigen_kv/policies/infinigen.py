@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from copy import copy
 from functools import partial
 from typing import NamedTuple
@@ -16,11 +15,13 @@ from infinigen_kv.policies.base import Policy
 from infinigen_kv.policies.candidates import HeldCandidates
 from infinigen_kv.policies.rehearsal_layer import RehearsalLayer
 from infinigen_kv.policies.step import Step
-from infinigen_kv.rehearsal.partial_keys import PartialKeys
+from infinigen_kv.rehearsal.coded_partial_keys import make_partial_keys
+from infinigen_kv.rehearsal.partial_keys import NEVER, PartialKeys
+from infinigen_kv.rehearsal.projection import Projection
 from infinigen_kv.rehearsal.recent import MAX_WAITING, SeenTokens
 from infinigen_kv.rehearsal.running import RunningStatistics
 from infinigen_kv.rehearsal.select import Candidates, Selection, likely_tokens, select_tokens
-from infinigen_kv.rehearsal.statistics import Moments, Projection, PromptStatistics
+from infinigen_kv.rehearsal.statistics import Moments, PromptStatistics
 from infinigen_kv.rehearsal.tail import Tail, ValueMap
 from infinigen_kv.storage.pools.pool import Pool
 
@@ -32,9 +33,6 @@ class _Fit(NamedTuple):
     value_map: ValueMap | None
     next_fit: tuple[int, ...]
     known: int
-
-
-NEVER = sys.maxsize  # tokens; of rows whose first selection is still to come
 
 
 class InfiniGenPolicy(Policy):
@@ -95,6 +93,8 @@ class InfiniGenPolicy(Policy):
             self._outdate()
         if self._next_fit and step.start >= min(self._next_fit):
             self._refit(step, pool)
+        if self._partial_keys is not None:
+            self._partial_keys.settle(step.start)
         if step.queries > 1:
             self._pending_query = query
             return None
@@ -161,9 +161,8 @@ class InfiniGenPolicy(Policy):
             return
         statistics = self._running.total()
         projection = statistics.projection(self._config.partial_dim(keys.shape[3]))
-        self._partial_keys = PartialKeys(keys, projection, empty=slots is not None)
-        if slots is not None:  # the pool has dropped some of these tokens
-            self._partial_keys.write(slots, keys)
+        config = self._config
+        self._partial_keys = make_partial_keys(config, keys, projection, step.visible, held, slots)
         self._value_map = self._fit_values(projection, statistics)
         self._fitted = tuple(long.expand(step.rows).tolist())
         self._known = self._covered = held
@@ -225,11 +224,13 @@ class InfiniGenPolicy(Policy):
         self._next_fit = tuple(self._next_fit[row] for row in rows) if self._next_fit else ()
 
     def until_refit(self, length: int) -> int | None:
-        if self._config.refit_every == 0:
-            return None
+        current = self._partial_keys if self._covered == length else None
+        steady = NEVER if current is None else current.steady_for(length)
+        if self._config.refit_every == 0 and (current or self._config.index_bits is None):
+            return None if steady == NEVER else steady
         # without a fit, the first step that selects makes one
-        planned = self._next_fit if self._covered == length else ()
-        return max(1, min(planned, default=self._config.min_context) - length)
+        planned = self._next_fit if current else ()
+        return max(1, min(steady, min(planned, default=self._config.min_context) - length))
 
     def _plan_fits(
         self, rows: tuple[bool, ...], lengths: list[int], statistics: PromptStatistics
@@ -303,7 +304,7 @@ class InfiniGenPolicy(Policy):
         keep = torch.tensor([not each for each in rows], device=keys.device)
         if old is not None:
             new = new.with_rows(keep, old.projection)
-        self._partial_keys = PartialKeys(keys, new)
+        self._partial_keys = make_partial_keys(self._config, keys, new, step.visible, step.start)
         if old is not None:
             self._partial_keys.keep_rows(keep, old)
         self._value_map = self._fit_values(new, statistics, keep)

@@ -14,15 +14,11 @@ from torch import Tensor
 
 from infinigen_kv.policies.entry import PolicyBytes, PolicyShape
 from infinigen_kv.rehearsal.checkpoints import KEPT
+from infinigen_kv.rehearsal.coded_partial_keys import make_partial_keys
 from infinigen_kv.rehearsal.partial_keys import PartialKeys
+from infinigen_kv.rehearsal.projection import TOKEN_BLOCK, Projection
 from infinigen_kv.rehearsal.recent import MAX_WAITING, MIN_WAITING
-from infinigen_kv.rehearsal.statistics import (
-    TOKEN_BLOCK,
-    Magnitudes,
-    Moments,
-    Projection,
-    PromptStatistics,
-)
+from infinigen_kv.rehearsal.statistics import Magnitudes, Moments, PromptStatistics
 from infinigen_kv.rehearsal.tail import ValueMap
 
 META = torch.device("meta")
@@ -79,7 +75,11 @@ def _projection(shape: PolicyShape) -> Projection:
     matrix = _numbers(shape.rows, shape.kv_heads, shape.head_dim, rank)
     if shape.config.rehearsal == "paper":
         return Projection(matrix, matrix, None)
-    return Projection(matrix, torch.empty_like(matrix), torch.empty_like(matrix[..., :1].mT))
+    offset = matrix[..., :1].mT
+    level = None
+    if shape.config.index_bits is not None and shape.config.refit_every and shape.new_tokens:
+        level = torch.empty_like(offset)  # of `CodedPartialKeys.refitted`
+    return Projection(matrix, torch.empty_like(matrix), torch.empty_like(offset), level)
 
 
 def _partial_keys(shape: PolicyShape, projection: Projection) -> int:
@@ -88,10 +88,14 @@ def _partial_keys(shape: PolicyShape, projection: Projection) -> int:
     if least > shape.context:
         return 0
     first = prompt if prompt >= least else min(least, shape.slots)
-    partial = PartialKeys(_keys(shape, first), projection, empty=True)
-    partial.extend(first)
-    while partial.storage.shape[3] < min(shape.context, shape.slots):
-        partial.extend(partial.storage.shape[3] + 1 - partial.length)  # one by one as a rule
+    partial: PartialKeys
+    if shape.config.index_bits is None:
+        partial = PartialKeys(_keys(shape, first), projection, empty=True)
+        partial.extend(first)
+    else:
+        partial = make_partial_keys(shape.config, _keys(shape, first), projection)
+    while partial.capacity < min(shape.context, shape.slots):
+        partial.reserve(partial.capacity + 1)  # one by one as a rule
     if not shape.config.tail:
         return partial.nbytes
     rank = projection.key.shape[3]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from infinigen_kv.config import InfiniGenConfig
+from infinigen_kv.errors import InputError
 from infinigen_kv.policies.base import Policy
 from infinigen_kv.policies.entry import CachePlan, PolicyEntry, PolicyParts, Selecting
 from infinigen_kv.policies.infinigen import InfiniGenPolicy
@@ -24,6 +25,11 @@ def rehearsing_policy(parts: PolicyParts) -> InfiniGenPolicy:
 
 
 def _infinigen(config: InfiniGenConfig, storage: StorageConfig) -> CachePlan:
+    if config.index_bits is not None and storage.capacity is not None:
+        raise InputError(
+            f"index_bits={config.index_bits!r} is not valid with capacity={storage.capacity!r}, "
+            "which overwrites single tokens of a group: leave one of them out"
+        )
     make: Callable[[PolicyParts], Policy] = rehearsing_policy
     return CachePlan(config, storage, Selecting(make, infinigen_bytes, rehearses=True))
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from copy import copy
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from infinigen_kv.rehearsal.statistics import Moments, Projection
+from infinigen_kv.rehearsal.projection import Projection
+from infinigen_kv.rehearsal.statistics import Moments
 
+NEVER = sys.maxsize  # tokens
 GROWTH = 1.5
 SPARE_TOKENS = 512  # room for appends before the storage has to grow
-CODED_AT_ONCE = 4096  # tokens of which `PartialKeys.recoded` has float32 copies
+TOKENS_AT_ONCE = 4096  # of which there are float32 copies at a time
 MIN_VARIANCE = 1e-30  # of a variance, where keys do not vary at all
 GUESSED_WEIGHT = 0.7  # weight of guessed keys against true ones in the choice of a new projection
 MIN_SPREAD = 1e-5  # of the largest variance: less is not told from the rounding of the sums
@@ -38,9 +41,10 @@ class PartialKeys:
         rows, heads, tokens, _ = keys.shape
         self.projection = projection
         self.length = 0
+        self.coded = 0  # the oldest of them, which `storage` does not have
         self.compiled: Any = None  # kept by compiled kernels, see `kernels.native.constants`
         shape = rows, heads, projection.key.shape[-1], tokens + SPARE_TOKENS
-        self.storage = _writable(shape, keys)
+        self.storage = writable(shape, keys)
         if not empty:
             self.append(keys)
 
@@ -49,21 +53,37 @@ class PartialKeys:
         """Bytes reserved."""
         return self.storage.nbytes
 
+    @property
+    def capacity(self) -> int:
+        """Tokens that there is room for."""
+        return self.storage.shape[3]
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for so many tokens, and for more to come."""
+        self._reserve(tokens)
+
+    def settle(self, length: int) -> None:
+        """Code what can be coded once there are ``length`` tokens, at most those that there are."""
+
+    def steady_for(self, length: int) -> int:
+        """Tokens that may come on top of ``length`` before some are coded."""
+        return NEVER
+
     def view(self) -> Tensor:
         """The partial keys so far, ``(B, H_kv, T, R)``, sharing memory."""
         return self.storage[..., : self.length].mT
 
     def append(self, keys: Tensor) -> None:
         """Add the keys ``(B, H_kv, Q, D)`` of new tokens."""
-        start = self.extend(keys.shape[2])
-        self.storage[..., start : self.length] = self.projection.partial_keys(keys).mT
+        start, tokens = self.extend(keys.shape[2]), keys.shape[2]
+        self.storage[..., start : start + tokens] = self.projection.partial_keys(keys).mT
 
     def extend(self, tokens: int) -> int:
-        """Add places that are yet to be written, and return the first one."""
-        start, end = self.length, self.length + tokens
-        if end > self.storage.shape[3]:
-            self._reserve(end)
-        self.length = end
+        """Add places that are yet to be written, and return the first one, in ``storage``."""
+        start = self.length - self.coded
+        if start + tokens > self.storage.shape[3]:
+            self._reserve(start + tokens)
+        self.length += tokens
         return start
 
     def write(self, slots: Tensor, keys: Tensor) -> None:
@@ -91,13 +111,21 @@ class PartialKeys:
         rows, heads, queries, dim = query.shape
         projection, kv_heads = self.projection, self.storage.shape[1]
         grouped = query.reshape(rows, kv_heads, -1, dim).float() * scaling  # (B, H_kv, G * Q, D)
-        scores = (grouped @ projection.query) @ self.storage[..., : self.length].float()
-        if projection.offset is not None and (absolute or softcap is not None):
-            scores = scores + grouped @ projection.offset.mT
+        scores = self.products(grouped @ projection.query)
+        if projection.height is not None and (absolute or softcap is not None):
+            scores = scores + grouped @ projection.height.mT
         if softcap is not None:
             odd = scores.isinf()  # a cap would hide it
             scores = (torch.tanh(scores / softcap) * softcap).masked_fill(odd, float("nan"))
         return scores.view(rows, kv_heads, heads // kv_heads, queries, self.length)
+
+    def products(self, query: Tensor) -> Tensor:
+        """``(B, H_kv, n, T)`` float32 of projected queries ``(B, H_kv, n, R)`` float32."""
+        return query @ self.storage[..., : self.length].float()
+
+    def weighted(self, weights: Tensor) -> Tensor:
+        """Sums ``(B, H_kv, n, R)`` of the partial keys times ``weights`` ``(B, H_kv, n, T)``."""
+        return weights @ self.view().float()
 
     def guesses(self, moments: Moments) -> Tensor:
         """W ``(B, H_kv, R, D)``: a key is guessed from its partial key z as mean + (z - mean z) W.
@@ -146,10 +174,10 @@ class PartialKeys:
         constant = constant - (mean - self.projection.offset) @ self.projection.key @ turn
         new = copy(self)
         new.projection = projection
-        new.storage = _writable(tuple(self.storage.shape), self.storage)
+        new.storage = writable(tuple(self.storage.shape), self.storage)
         pick = keep[:, None, None, None]
-        for start in range(0, self.length, CODED_AT_ONCE):
-            block = slice(start, min(start + CODED_AT_ONCE, self.length))
+        for start in range(0, self.length, TOKENS_AT_ONCE):
+            block = slice(start, min(start + TOKENS_AT_ONCE, self.length))
             held = self.storage[..., block]
             coded = (turn.mT @ held.float() + constant.mT).to(held.dtype)
             new.storage[..., block] = torch.where(pick, held, coded)
@@ -172,19 +200,20 @@ class PartialKeys:
         index = index.to(self.storage.device)
         self.projection = self.projection.rows(index)
         kept = self.storage[index]
-        self.storage = _writable(tuple(kept.shape), kept)
+        self.storage = writable(tuple(kept.shape), kept)
         self.storage.copy_(kept)
 
     def _reserve(self, tokens: int) -> None:
         capacity = self.storage.shape[3]
         if tokens > capacity:
             shape = *self.storage.shape[:3], max(tokens, int(capacity * GROWTH))
-            grown = _writable(shape, self.storage)
-            grown[..., : self.length] = self.storage[..., : self.length]
+            grown = writable(shape, self.storage)
+            used = self.length - self.coded
+            grown[..., :used] = self.storage[..., :used]
             self.storage = grown
 
 
-def _writable(shape: tuple[int, ...], like: Tensor) -> Tensor:
+def writable(shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Uninitialised memory that may be written to outside of `torch.inference_mode` too."""
     with torch.inference_mode(False):
-        return torch.empty(shape, dtype=like.dtype, device=like.device)
+        return torch.empty(shape, dtype=dtype or like.dtype, device=like.device)

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from infinigen_kv.rehearsal.checkpoints import PART, Checkpoints
+from infinigen_kv.rehearsal.projection import TOKEN_BLOCK
 from infinigen_kv.rehearsal.recent import MAX_WAITING, MIN_WAITING, RecentTokens, SeenTokens
-from infinigen_kv.rehearsal.statistics import TOKEN_BLOCK, PromptStatistics
+from infinigen_kv.rehearsal.statistics import PromptStatistics
 
 
 class QuerySums(NamedTuple):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from infinigen_kv.errors import InfiniGenError
 from infinigen_kv.rehearsal.lowrank import best_projections
+from infinigen_kv.rehearsal.projection import TOKEN_BLOCK, Projection
 from infinigen_kv.rehearsal.skew import partial_columns, take_columns
 from infinigen_kv.rehearsal.value_moments import ValueMoments
 
@@ -21,45 +22,6 @@ from infinigen_kv.rehearsal.value_moments import ValueMoments
 # phase most. A power has no reference to the prompt's length, which chunked prefill cannot know.
 POSITION_POWER = 3
 POSITION_UNIT = 4096.0  # keeps the weights near 1; any common factor cancels
-TOKEN_BLOCK = 512  # tokens in float32 at once: bounds what a long prompt needs, and stays in caches
-
-
-@dataclass(slots=True)
-class Projection:
-    """B, C ``(B, H_kv, D, R)`` and the key offset ``(B, H_kv, 1, D)`` or None, float32."""
-
-    query: Tensor
-    key: Tensor
-    offset: Tensor | None
-
-    def partial_keys(self, keys: Tensor) -> Tensor:
-        """``(B, H_kv, T, D)`` keys to ``(B, H_kv, T, R)`` partial keys of the same dtype."""
-        if keys.shape[2] <= TOKEN_BLOCK:
-            return self._project(keys)
-        partial = keys.new_empty(*keys.shape[:3], self.key.shape[3])
-        for start in range(0, keys.shape[2], TOKEN_BLOCK):
-            block = slice(start, start + TOKEN_BLOCK)
-            partial[:, :, block] = self._project(keys[:, :, block])
-        return partial
-
-    def _project(self, keys: Tensor) -> Tensor:
-        centred = keys.float() if self.offset is None else keys.float() - self.offset
-        return (centred @ self.key).to(keys.dtype)
-
-    def rows(self, index: Tensor) -> Projection:
-        """The projections of the batch rows ``index``."""
-        offset = None if self.offset is None else self.offset[index]
-        return Projection(self.query[index], self.key[index], offset)
-
-    def with_rows(self, keep: Tensor, old: Projection) -> Projection:
-        """This projection, but ``old``'s for the rows marked in ``keep`` ``(B,)``."""
-        pick = keep[:, None, None, None]
-        offset = None
-        if self.offset is not None and old.offset is not None:
-            offset = torch.where(pick, old.offset, self.offset)
-        return Projection(
-            torch.where(pick, old.query, self.query), torch.where(pick, old.key, self.key), offset
-        )
 
 
 class PromptStatistics(ABC):

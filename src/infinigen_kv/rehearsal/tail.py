@@ -17,7 +17,8 @@ from torch import Tensor
 
 from infinigen_kv.attention.dense import SCORES, grouped_scores
 from infinigen_kv.rehearsal.partial_keys import PartialKeys
-from infinigen_kv.rehearsal.statistics import Moments, Projection
+from infinigen_kv.rehearsal.projection import Projection
+from infinigen_kv.rehearsal.statistics import Moments
 
 MIN_RIDGE = 1e-12  # of the ridge, where partial keys do not vary at all
 
@@ -159,7 +160,7 @@ def attention_with_tail(
     rest = (rest - top).clamp(max=0).exp().masked_fill(hidden | ~seeing, 0.0)
     total = weights.sum(-1, keepdim=True) + rest.sum(-1, keepdim=True)
     mass = rest.sum(-1).flatten(2).unsqueeze(-1)  # (B, H_kv, G * Q, 1)
-    moved = rest.flatten(2, 3) @ partial.view().float()  # (B, H_kv, G * Q, R)
+    moved = partial.weighted(rest.flatten(2, 3))  # (B, H_kv, G * Q, R)
     sums = weights.flatten(2, 3) @ values.float()
     sums = sums + mass * value_map.base + moved @ value_map.slope
     output = sums / total.flatten(2, 3).masked_fill(~seeing.flatten(2, 3), 1.0)

@@ -99,6 +99,8 @@ def _wider(evidence: Evidence) -> str:
 def _dimensions(evidence: Evidence) -> str | None:
     layers, config = evidence.layers, evidence.config
     lost = known_mean([each.best_coverage - each.coverage_true_query for each in layers])
+    if config.index_bits is not None:
+        return None
     wider = min(1.0, round(MORE_DIMENSIONS * config.partial_ratio, 2))
     if not lost > BLURRED or wider <= config.partial_ratio:
         return None

@@ -18,7 +18,7 @@ from infinigen_kv.models.adapters.layer_spec import LayerSpec
 from infinigen_kv.models.rerouting import reading_inputs, rerouted
 from infinigen_kv.policies.query_predictor import QueryPredictor
 from infinigen_kv.policies.step import Step
-from infinigen_kv.rehearsal.partial_keys import PartialKeys
+from infinigen_kv.rehearsal.coded_partial_keys import make_partial_keys
 from infinigen_kv.rehearsal.statistics import Magnitudes, Moments
 
 See = Callable[[int, Tensor, Tensor, Tensor], None]
@@ -110,7 +110,7 @@ class LayerProbe:
         prompt: int,
     ) -> None:
         is_paper = config.rehearsal == "paper"
-        self._spec = spec
+        self._spec, self._config = spec, config
         self._predict = QueryPredictor(adapter, spec.index, None if is_paper else fitted)
         self._hidden, self._query, self._keys = hidden, query, keys
         start = keys[:, :, :prompt]
@@ -125,7 +125,7 @@ class LayerProbe:
         keys = self._keys[:, :, :end]
         true = self._query[:, :, step.start : end]
         predicted = self._predict(self._hidden[:, step.start : end], step)
-        partial = PartialKeys(keys, self._projection)
+        partial = make_partial_keys(self._config, keys, self._projection)
         scaling, softcap = self._spec.scaling, self._spec.softcap
         return Scores(
             true=grouped_scores(true, keys, scaling, softcap),

@@ -26,6 +26,7 @@ from infinigen_kv.models.adapters.layer_spec import LayerSpec
 from infinigen_kv.models.rerouting import reading_inputs, rerouted
 from infinigen_kv.policies.query_predictor import QueryPredictor
 from infinigen_kv.policies.step import Step
+from infinigen_kv.rehearsal.coded_partial_keys import make_partial_keys
 from infinigen_kv.rehearsal.partial_keys import PartialKeys
 from infinigen_kv.rehearsal.select import select_tokens, selection_mask
 from infinigen_kv.rehearsal.statistics import Moments
@@ -179,8 +180,9 @@ class _Pass:
         output = _weighted(scores, allowed | own, values)
         with torch.no_grad():
             moments = self._sums.pop(spec.index)
-            rank = self._meter._config.partial_dim(spec.head_dim)
-            partial = PartialKeys(keys, moments.projection(rank))
+            config = self._meter._config
+            rank = config.partial_dim(spec.head_dim)
+            partial = make_partial_keys(config, keys, moments.projection(rank))
             chosen = [each | own for each in self._selections(spec, partial)]
             if self._meter._config.tail:
                 value_map = ValueMap.fit(partial.projection, moments)

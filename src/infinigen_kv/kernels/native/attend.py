@@ -46,11 +46,11 @@ def attend(
     scaling, softcap
         As in `attention.dense.decode_attention`; a softcap of 0 for none.
     tail
-        What stands for the other tokens (`rehearsal.tail`), as a tuple: partial keys ``(B, H_kv, R,
-        capacity)``, how many of these tokens count, projection ``(B, H_kv, D, R)``, offset ``(B,
-        H_kv, D)``, base ``(B, H_kv, D_v)``, slope ``(B, H_kv, R, D_v)``, the tokens ``(B, H_kv,
-        n)`` int64 that are attended to exactly, and ``(B, length)`` uint8, 0 for those that no step
-        attends to, or ``(0, 0)``. With R = 0 the others have no weight.
+        What stands for the other tokens (`rehearsal.tail`), as a tuple: partial keys, their codes
+        and how many tokens they are (as in `choose.choose`), projection ``(B, H_kv, D, R)``, offset
+        ``(B, H_kv, D)``, base ``(B, H_kv, D_v)``, slope ``(B, H_kv, R, D_v)``, the tokens ``(B,
+        H_kv, n)`` int64 that are attended to exactly, and ``(B, length)`` uint8, 0 for those that
+        no step attends to, or ``(0, 0)``. With R = 0 the others have no weight.
     weights
         ``(B, H_kv, 1 or a multiple of four >= G, >= max(counts) + 1)`` float32, written: the
         group's probabilities, the own token's after the others.
@@ -58,7 +58,7 @@ def attend(
         ``(B, H, D_v)``, written.
     """
     rows, kv_heads, padded, _ = weights.shape
-    partial, length, projection, offset, base, slope, exact, marks = tail
+    partial, codes, length, projection, offset, base, slope, exact, marks = tail
     rank = partial.shape[2]
     group = query.shape[1] // kv_heads
     dim, value_dim = query.shape[2], own_values.shape[2]
@@ -87,8 +87,8 @@ def attend(
                 keep_real(keep, marks[row])
             mark(keep, exact[row, head, :count], ZERO)
             add_tail(
-                scaled, projection[row, head], offset[row, head], partial[row, head], length, keep,
-                softcap, tops, totals, moved,
+                scaled, projection[row, head], offset[row, head], partial[row, head], codes, row,
+                head, length, keep, softcap, tops, totals, moved,
             )  # fmt: skip
             mark(keep, exact[row, head, :count], ONE)
         for each in range(group):

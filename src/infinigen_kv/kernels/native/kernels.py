@@ -11,7 +11,7 @@ from infinigen_kv.errors import InfiniGenError
 from infinigen_kv.kernels.base import AddLowRank, Kernels
 from infinigen_kv.kernels.native.arrays import Array, as_array, as_arrays, as_flat
 from infinigen_kv.kernels.native.attend import attend
-from infinigen_kv.kernels.native.constants import arrays_of, value_arrays
+from infinigen_kv.kernels.native.constants import NO_CODES, Codes, arrays_of, value_arrays
 from infinigen_kv.kernels.native.low_rank import add_low_rank
 from infinigen_kv.kernels.native.partial_keys import append_partial
 from infinigen_kv.kernels.native.resident_set import NativeResidentSet
@@ -61,8 +61,9 @@ class NativeKernels(Kernels):
             as_array(grouped),
             np.float32(scaling),
             layer.query,
-            layer.offset,
+            layer.height,
             layer.keys,
+            layer.codes,
             keys.length,
             np.float32(softcap or 0.0),
             np.float32(alpha),
@@ -187,7 +188,7 @@ class NativeKernels(Kernels):
         return self._weights
 
 
-def _tail(tail: Tail, rows: int, heads: int) -> tuple[Array | int, ...]:
+def _tail(tail: Tail, rows: int, heads: int) -> tuple[Array | Codes | int, ...]:
     """As `attend` takes it."""
     partial, index = tail.partial, tail.index
     # compiled code does not look at where an array ends
@@ -199,14 +200,16 @@ def _tail(tail: Tail, rows: int, heads: int) -> tuple[Array | int, ...]:
         marks = allowed.to(torch.uint8).contiguous().numpy()
     layer, values = arrays_of(partial), value_arrays(tail.values)
     exact = index.contiguous().numpy()
-    return layer.keys, partial.length, layer.query, layer.offset, *values, exact, marks
+    keys, codes = layer.keys, layer.codes
+    return keys, codes, partial.length, layer.query, layer.height, *values, exact, marks
 
 
-def _no_tail(like: Array) -> tuple[Array | int, ...]:
+def _no_tail(like: Array) -> tuple[Array | Codes | int, ...]:
     """Nothing stands for the other tokens; ``like`` has the dtype of partial keys."""
     none = np.zeros((0, 0, 0, 0), dtype=np.float32)
     flat = np.zeros((0, 0, 0), dtype=np.float32)
-    return np.zeros((0, 0, 0, 0), dtype=like.dtype), 0, none, flat, flat, none, NO_INDEX, NO_MARKS
+    keys = np.zeros((0, 0, 0, 0), dtype=like.dtype)
+    return keys, NO_CODES, 0, none, flat, flat, none, NO_INDEX, NO_MARKS
 
 
 def _columns(weights: Array, counts: Array, columns: int) -> Tensor:

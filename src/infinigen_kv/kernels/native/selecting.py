@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from infinigen_kv.kernels.native.codes import AT_ONCE, unpack
 from infinigen_kv.kernels.native.numbers import NOTHING, compiled, partition, peak, widen
 from infinigen_kv.kernels.native.partial_keys import BLOCK, project, score_one
 from infinigen_kv.rehearsal import select
@@ -25,6 +26,7 @@ def select_tokens(
     projection: Any,
     offset: Any,
     keys: Any,
+    codes: Any,
     length: int,
     softcap: np.float32,
     alpha: np.float32,
@@ -44,8 +46,9 @@ def select_tokens(
     projection, offset
         Of the rehearsal, ``(B, H_kv, D, R)`` and ``(B, H_kv, D)`` float32. Only scores that are
         capped need the offset of the keys.
-    keys, length
-        Partial keys ``(B, H_kv, R, capacity)``, of which the first ``length`` tokens count.
+    keys, codes, length
+        Partial keys of ``length`` tokens: the oldest as codes (`codes.unpack`, and how many tokens
+        they are), the others ``(B, H_kv, R, >= length - coded)``.
     softcap
         As in `attention.dense.decode_attention`; 0 for none.
     alpha
@@ -71,7 +74,10 @@ def select_tokens(
     for job in range(rows * heads):
         row, head = job // heads, job % heads
         project(query[row, head], scaling, projection[row, head], partial)
-        score(partial, keys[row, head], length, scores[job])
+        coded = codes[4]
+        if coded > 0:
+            score_coded(partial, codes, row, head, scores[job])
+        score(partial, keys[row, head], length - coded, scores[job, :, coded:])
         if softcap > 0:
             cap(scores[job], length, query[row, head], scaling, offset[row, head], softcap)
         if marks.shape[0]:
@@ -106,6 +112,20 @@ def score(query: Any, keys: Any, length: int, scores: Any) -> None:
             line = scores[each, start:stop]
             line[:] = np.float32(0)
             score_one(query[each], keys, start, stop, line)
+
+
+@compiled
+def score_coded(query: Any, codes: Any, row: int, head: int, scores: Any) -> None:
+    """As `score`, of the tokens that are coded."""
+    coded = codes[4]
+    numbers = np.empty((query.shape[1], AT_ONCE), np.float32)
+    for start in range(0, coded, AT_ONCE):
+        stop = min(start + AT_ONCE, coded)
+        unpack(codes, row, head, start, stop, numbers)
+        for each in range(query.shape[0]):
+            line = scores[each, start:stop]
+            line[:] = np.float32(0)
+            score_one(query[each], numbers, 0, stop - start, line)
 
 
 @compiled

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from infinigen_kv.kernels.native.codes import AT_ONCE, unpack
 from infinigen_kv.kernels.native.numbers import add, compiled, exponential
 from infinigen_kv.kernels.native.partial_keys import (
     BLOCK,
@@ -26,6 +27,9 @@ def add_tail(
     projection: Any,
     offset: Any,
     keys: Any,
+    codes: Any,
+    row: int,
+    head: int,
     length: int,
     keep: Any,
     softcap: np.float32,
@@ -41,8 +45,9 @@ def add_tail(
         ``(>= G, D)`` float32, scaled.
     projection, offset
         ``(D, R)`` and ``(D,)`` float32, of the rehearsal.
-    keys, length
-        Partial keys ``(R, capacity)``, of which the first ``length`` tokens count.
+    keys, codes, row, head, length
+        Partial keys of ``length`` tokens of this head: ``keys`` ``(R, capacity)`` and ``codes`` as
+        in `choose.choose`.
     keep
         ``(>= length,)`` float32, 1 for the tokens of the tail and 0 for others.
     softcap
@@ -65,23 +70,57 @@ def add_tail(
     totals[:] = ZERO
     moved[:] = ZERO
     weights = np.empty((2, BLOCK), np.float32)
-    for start in range(0, length, BLOCK):
-        stop = min(start + BLOCK, length)
-        kept = keep[start:stop]
-        first, second = weights[0, : stop - start], weights[1, : stop - start]
-        each = 0
-        while each + 2 <= group:  # two queries at a time: a key is widened once for both
-            first[:], second[:] = constant[each], constant[each + 1]
-            score_two(partial[each], partial[each + 1], keys, start, stop, first, second)
-            totals[each] += weigh(first, tops[each], kept, softcap)
-            totals[each + 1] += weigh(second, tops[each + 1], kept, softcap)
-            add_two(first, second, keys, start, stop, moved[each], moved[each + 1])
-            each += 2
-        if each < group:
-            first[:] = constant[each]
-            score_one(partial[each], keys, start, stop, first)
-            totals[each] += weigh(first, tops[each], kept, softcap)
-            add_one(first, keys, start, stop, moved[each])
+    coded = codes[4]
+    if coded > 0:
+        numbers = np.empty((rank, AT_ONCE), np.float32)
+        for start in range(0, coded, AT_ONCE):
+            stop = min(start + AT_ONCE, coded)
+            unpack(codes, row, head, start, stop, numbers)
+            add_block(
+                partial, constant, numbers, 0, stop - start, keep[start:stop], softcap, tops,
+                weights, totals, moved,
+            )  # fmt: skip
+    for start in range(0, length - coded, BLOCK):
+        stop = min(start + BLOCK, length - coded)
+        add_block(
+            partial, constant, keys, start, stop, keep[coded + start : coded + stop], softcap, tops,
+            weights, totals, moved,
+        )  # fmt: skip
+
+
+@compiled
+def add_block(
+    partial: Any,
+    constant: Any,
+    keys: Any,
+    start: int,
+    stop: int,
+    kept: Any,
+    softcap: np.float32,
+    tops: Any,
+    weights: Any,
+    totals: Any,
+    moved: Any,
+) -> None:
+    """Add the tokens from ``start`` to ``stop`` of ``keys`` to ``totals`` and ``moved``.
+
+    ``partial`` ``(G, R)`` and ``constant`` ``(G,)`` are the queries', ``weights`` is scratch.
+    """
+    group = len(constant)
+    first, second = weights[0, : stop - start], weights[1, : stop - start]
+    each = 0
+    while each + 2 <= group:  # two queries at a time: a key is widened once for both
+        first[:], second[:] = constant[each], constant[each + 1]
+        score_two(partial[each], partial[each + 1], keys, start, stop, first, second)
+        totals[each] += weigh(first, tops[each], kept, softcap)
+        totals[each + 1] += weigh(second, tops[each + 1], kept, softcap)
+        add_two(first, second, keys, start, stop, moved[each], moved[each + 1])
+        each += 2
+    if each < group:
+        first[:] = constant[each]
+        score_one(partial[each], keys, start, stop, first)
+        totals[each] += weigh(first, tops[each], kept, softcap)
+        add_one(first, keys, start, stop, moved[each])
 
 
 @compiled
