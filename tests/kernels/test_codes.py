@@ -104,7 +104,7 @@ def test_tokens_that_come_are_read_before_and_after_they_are_coded() -> None:
             position_ids=torch.tensor([[91 + token]]), selecting=True,
         )  # fmt: skip
         found, expected = (
-            each.choose(
+            each.select(
                 query, case.partial, step.candidates, scaling=0.05, alpha=1.0, softcap=None
             ).index
             for each in (native, plain)

@@ -40,8 +40,8 @@ class Phase:
 
     @property
     def verifies_drafts(self) -> bool:
-        """Whether the tokens of short forwards are drafts."""
-        return self._drafting == "yes"
+        """Whether tokens that decode may be taken back."""
+        return self._forced or self._drafting == "yes"
 
     @property
     def awaits_drafts(self) -> bool:

@@ -11,7 +11,7 @@ from infinigen_kv.policies.base import Policy
 from infinigen_kv.policies.entry import PolicyBytes, PolicyParts, PolicyShape, Scoring
 from infinigen_kv.policies.settings import PolicySettings
 from infinigen_kv.policies.step import Step
-from infinigen_kv.rehearsal.select import Selection, group_margin
+from infinigen_kv.rehearsal.select import Selection
 from infinigen_kv.storage.homes.buffer import GROWTH, TokenBuffer
 from infinigen_kv.storage.pools.pool import Pool
 from infinigen_kv_lab.baselines.entries import budgeted
@@ -39,7 +39,7 @@ class QuestPolicy(Policy):
 
     - Pages are fetched from the home. Since the ranking needs the layer's own query, the fetch
       begins in the layer itself and is waited for.
-    - A KV head ranks pages by the query head of its group that likes them best (`group_margin`).
+    - A KV head ranks pages by the query head of its group that likes them best.
     - The page that is being filled is always taken, and the last one taken may be cut, so that the
       budget, a share of the tokens so far, is met to the token in every head.
     - Every layer selects; the authors leave the first two in full.
@@ -192,7 +192,7 @@ class QuestPolicy(Policy):
             scores = torch.tanh(scores / self._scoring.softcap) * self._scoring.softcap
         there = torch.arange(count, device=scores.device) < full.view(-1, 1, 1, 1)
         scores = scores.masked_fill(~there, -INF)
-        margin = group_margin(scores.unsqueeze(3)).squeeze(2)
+        margin = (scores - scores.amax(dim=-1, keepdim=True)).amax(dim=2)
         # the best page of each query head has a margin of 0: of these the first one comes first
         return margin.argsort(dim=2, descending=True, stable=True)[..., :pages]
 
