@@ -61,7 +61,9 @@ def add_hooks(session: Owner, undo: ExitStack) -> None:
     """Hook the decoder and the attention of every layer."""
     decoder = session.adapter.decoder
     # each on its own line: one that cannot be added must not leave an earlier one behind
-    note = session.model.register_forward_pre_hook(SessionHook(_note_drafts), with_kwargs=True)
+    note = session.model.register_forward_pre_hook(
+        SessionHook(_note_drafts, session), with_kwargs=True
+    )
     undo.callback(note.remove)
     divide = decoder.register_forward_pre_hook(SessionHook(_divide), with_kwargs=True)
     undo.callback(divide.remove)
@@ -109,13 +111,18 @@ def infinigen_attention(
     return output, None
 
 
-def _note_drafts(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _note_drafts(
+    session: Owner, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     """Before the model runs: assisted decoding asks for the logits of its drafts, and of the token
-    before them.
+    before them. Where a draft makes the model read the whole text anew, it stays one forward.
     """
     named = _by_name(model, args, kwargs)
     cache, wanted, shown = _find_cache(named), named.get("logits_to_keep"), _shown(named)
-    if cache is not None and isinstance(wanted, int) and shown is not None:
+    if cache is None or shown is None or not isinstance(wanted, int):
+        return
+    end, limit = cache.get_seq_length() + shown.shape[1], session.adapter.rereads_after
+    if limit is None or not end - (wanted - 1) <= limit < end:
         cache.expect_verification(shown.shape[1], wanted - 1)
 
 
